@@ -11,10 +11,7 @@ from fshard.optim.base import Optimizer, State, States, Tensors
 from fshard.optim.compose import Inner
 from fshard.optim.contract import contract
 from fshard.optim.form import Form, LeafInfo
-from fshard.outer_steps.fragments import Timetable
-
-ANCHOR = "anchor"
-"""The parameters that all replicas agree on: those after the latest exchange."""
+from fshard.state.exchanges import ANCHOR, Timetable
 
 DELTA = "delta"
 """Of each replica: what it has sent and nobody has added yet, and between exchanges what rounding left of it."""

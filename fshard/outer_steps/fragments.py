@@ -22,6 +22,7 @@ from fshard.sharding.leaf import Leaf
 from fshard.sharding.mesh import Mesh
 from fshard.sharding.plan import Plan
 from fshard.sharding.wire import WireFormat
+from fshard.state.exchanges import Timetable
 
 HEAD = 32
 """Bytes ahead of a difference: the step after which it left, its fragment, whether it is finite, and who stops."""
@@ -81,50 +82,6 @@ class Fragment:
 
     def _message(self, numel: int) -> int:
         return HEAD + (numel * self.dtype.itemsize if self.form is None else self.form.nbytes(numel))
-
-
-@dataclass(frozen=True)
-class Timetable:
-    """When fragments leave and arrive.
-
-    Attributes:
-        every: the steps between two departures of a fragment.
-        delay: the steps between its departure and its arrival.
-        number: of fragments.
-
-    >>> table = Timetable(every=30, delay=2, number=4)
-    >>> [(step, table.leaving(step)) for step in range(1, 40) if table.leaving(step) is not None]
-    [(7, 1), (15, 2), (22, 3), (30, 0), (37, 1)]
-    >>> table.arriving(9), table.under_way(8), table.under_way(9), table.count(1, 37)
-    (1, {1: 7}, {}, 2)
-    """
-
-    every: int
-    delay: int
-    number: int
-
-    def offset(self, fragment: int) -> int:
-        """The first step after which a fragment leaves, modulo ``every``."""
-        return fragment * self.every // self.number
-
-    def leaving(self, step: int) -> int | None:
-        """The fragment that leaves after a step; None if there is none."""
-        found = [f for f in range(self.number) if step > 0 and (step - self.offset(f)) % self.every == 0]
-        return found[0] if found else None
-
-    def arriving(self, step: int) -> int | None:
-        """The fragment that arrives after a step."""
-        return self.leaving(step - self.delay)
-
-    def under_way(self, step: int) -> dict[int, int]:
-        """The fragments that have left and not arrived when a step is over, each with the step after which it left."""
-        left = {self.leaving(at): at for at in range(step - self.delay + 1, step + 1)}
-        return {fragment: at for fragment, at in left.items() if fragment is not None}
-
-    def count(self, fragment: int, left: int) -> int:
-        """The number of the exchange of a fragment that left after a step, from 1."""
-        offset = self.offset(fragment)
-        return (left - offset) // self.every + (offset > 0)
 
 
 def make_fragments(plan: Plan, wanted: int | Sequence[str], form: WireFormat | None) -> tuple[Fragment, ...]:

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 from fshard.arguments import Want, expect
 from fshard.errors import PlanError, lines
@@ -10,7 +10,7 @@ from fshard.optim.base import Optimizer
 from fshard.optim.contract import contract
 from fshard.outer_steps.buffers import Outer
 from fshard.outer_steps.exchange import Exchange, Flight
-from fshard.outer_steps.fragments import Timetable, make_fragments, table_of
+from fshard.outer_steps.fragments import make_fragments, table_of
 from fshard.outer_steps.replica import plan_of_replica
 from fshard.runtime.comm import collective_call, enter, mesh_communicator
 from fshard.runtime.comm.facts import compare
@@ -19,6 +19,7 @@ from fshard.sharding.part import PartMesh
 from fshard.sharding.plan import Plan
 from fshard.sharding.wire import LARGEST, NAMES, POWER, WireFormat
 from fshard.state.equal import Equal
+from fshard.state.exchanges import Exchanges, calm_step
 from fshard.state.memory import Memory
 from fshard.state.train_state import TrainState, expect_state
 from fshard.training.metrics import Metrics
@@ -26,23 +27,6 @@ from fshard.training.step import TrainStep, programs_of
 
 BLOCK = 256
 """Elements of a leaf that share a scale."""
-
-
-class Exchanges(NamedTuple):
-    """What travels when.
-
-    Attributes:
-        table: when fragments leave and arrive.
-        fragments: their number, or patterns.
-        over: the axis of replicas.
-    """
-
-    table: Timetable
-    fragments: int | tuple[str, ...]
-    over: str
-
-    def __str__(self) -> str:
-        return f"every={self.table.every}, fragments={self.fragments!r}, delay={self.table.delay}"
 
 
 class OuterStep(TrainStep):
@@ -114,11 +98,12 @@ class OuterStep(TrainStep):
         refuse_transforms("an outer step")
         expect_state(state, "step")
         state.check_plan(self.plan)
-        self._updating.check(state)
+        inner = replace(state, past=state.past.alone())
+        self._updating.check(inner)
         if state.memory is not self._returned:
             self._meet(state)
         self._stops = self._stops or stop
-        state, metrics = super().__call__(state, batch, lr=lr)
+        state, metrics = super().__call__(inner, batch, lr=lr)
         stopped = self._exchange_due(state)
         state = replace(state, past=replace(state.past, exchanges=self._exchanges))
         self._returned = state.memory
@@ -153,8 +138,7 @@ class OuterStep(TrainStep):
         tables = [] if before in (None, here) else [before.table, here.table]
         if not any(table.under_way(step) for table in tables):
             return
-        calm = range(step, step + 4 * before.table.every * here.table.every)
-        free = next((n for n in calm if not any(table.under_way(n) for table in tables)), None)
+        free = calm_step(step, *tables)
         when = "there is no such step: restore a checkpoint of parameters" if free is None else f"such as step {free}"
         raise PlanError(
             f"after step {step} a fragment is under way by {before} or {here}: the state was made by an outer step "

@@ -4,7 +4,8 @@ Whoever writes, reads, converts or compares states works on entries and needs to
 optimizers. Whoever adds a piece of state adds it here: tensors in ``entries``, plain numbers in ``scalars``.
 """
 
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Callable, Container, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from fshard.errors import StateError
@@ -13,6 +14,7 @@ from fshard.optim.scaling import Scale
 from fshard.runtime.execution import Shard, Shards, start_shard
 from fshard.runtime.memory import memory_space
 from fshard.sharding.plan import Plan
+from fshard.state.exchanges import ANCHOR, Exchanges
 from fshard.state.fit import check_optimizer
 from fshard.state.memory import Memory
 from fshard.state.past import Past
@@ -28,6 +30,9 @@ SUMMED = "residual_of_sums"
 CARRIED = "carried_count"
 """The name of the number of elements whose gradients ``fs.optim.every`` carries as a sum. Older states have ``count``
 instead, and carry that sum over a number of parts that they do not hold."""
+
+EXCHANGES = "exchanges"
+"""The name of what replicas that train apart exchange, and when; states of older versions do not say."""
 
 Scalars = dict[str, int | float | bool | str | None]
 """What a state holds beside tensors, equal on all ranks."""
@@ -48,12 +53,13 @@ def entries(state: TrainState, unpacked: Container[str] = ()) -> list[Entry]:
 
 
 def scalars(state: TrainState) -> Scalars:
-    """What a state holds beside tensors: step, seed, loss scale, what is carried, and who began late."""
+    """What a state holds beside tensors: step, seed, loss scale, what is carried, who began late, what is exchanged."""
     out: Scalars = {"step": state.step, "seed": state.seed}
     if state.count:
         out |= {CARRIED: state.count}
     out |= {LATE + path: late for path, late in state.late.items()}
     out |= {} if state.summed is None else {SUMMED: state.summed}
+    out |= {} if state.past.exchanges is None else {EXCHANGES: state.past.exchanges.text}
     return out if state.scale is None else out | {"loss_scale": state.scale.value, "loss_scale_good": state.scale.good}
 
 
@@ -93,12 +99,18 @@ def assemble(
         scale = Scale(float(values["loss_scale"]), int(values.get("loss_scale_good", 0)))
     trained = [path for path, leaf in plan.leaves.items() if leaf.trainable and opt is not None]
     late = {path: int(values[LATE + path]) for path in trained if values.get(LATE + path)}
-    memory, past = Memory(plan, Shards(shards)), past or Past()
+    memory, past = Memory(plan, Shards(shards)), replace(past or Past(), exchanges=_exchanges(values, shards))
     summed = values.get(SUMMED)
     state = TrainState(plan, int(values["step"]), int(values["seed"]), memory, scale, count, late, past, summed)
     for entry in _beside(state):
         fill(entry)
     return state
+
+
+def _exchanges(values: Mapping[str, Any], shards: Sequence[Shard]) -> Exchanges | None:
+    """What replicas exchange when, if the state still has what it takes."""
+    apart = any(ANCHOR in shard.opt for shard in shards)
+    return Exchanges.read(values[EXCHANGES]) if apart and values.get(EXCHANGES) is not None else None
 
 
 def _beside(state: TrainState) -> list[Entry]:

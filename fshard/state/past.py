@@ -2,12 +2,12 @@
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 from torch import Tensor
 
 from fshard.runtime.comm.copies import bits
 from fshard.sharding.facts import Texts
+from fshard.state.exchanges import Exchanges
 
 SAMPLE = 1024
 """Elements of a whole tensor that are compared, at most."""
@@ -38,11 +38,15 @@ class Past:
     made: Mapping[str, str] | None = None
     exact: bool = True
     run: Run = field(default_factory=Run)
-    exchanges: Any = None
+    exchanges: Exchanges | None = None
 
     def compared(self) -> "Past":
         """The same, once ranks have compared it."""
         return self if self.made is None else replace(self, made=None)
+
+    def alone(self) -> "Past":
+        """The same, for a step that a replica makes by itself."""
+        return self if self.exchanges is None else replace(self, exchanges=None)
 
     def elsewhere(self) -> "Past":
         """The past of a state made from the leaves of this one, which ranks have not compared."""

@@ -40,8 +40,10 @@ class Updating:
 
         Raises:
             TreeError: it holds buffers of another optimizer.
-            PlanError: the optimizer cannot count the updates of each leaf.
+            PlanError: the optimizer cannot count the updates of each leaf; or the state is one of an outer step.
         """
+        if state.past.exchanges is not None:
+            state.past.exchanges.refuse()
         layouts = state.shards().layouts
         if layouts is not self._fits:
             for group, kept in self._layouts.items():
