@@ -24,7 +24,7 @@ from fshard.parts.running import Updated
 from fshard.runtime.comm import COLLECTIVES, Facts, digest, mesh_communicator, refuse_nested
 from fshard.runtime.comm.communicator import SingleRankTransport, Transport
 from fshard.runtime.comm.communicators import Communicators
-from fshard.runtime.engine.batch import signature
+from fshard.runtime.engine.batch import check_detached, signature
 from fshard.runtime.engine.rng import seeded
 from fshard.runtime.execution import Pending, Shield, Update, parts_of
 from fshard.runtime.execution.executor import Scheduled
@@ -142,6 +142,7 @@ class StepRunner:
 
     def _check(self, given: Arguments) -> None:
         """Refuse states that do not fit."""
+        check_detached(given.batch)
         for number, state in enumerate(given.states):
             state.check_plan(state.plan)
             check_mesh(f"state {number}", self.plan.mesh, state.plan.mesh)

@@ -17,7 +17,7 @@ from fshard.parts.compose import Composition, number_of_means
 from fshard.parts.rates import check_rates, told_rate
 from fshard.parts.record import RecordedLocal, RecordedPass
 from fshard.parts.running import Bank, Given, Number, RunningFlat, RunningMemory, Updated
-from fshard.runtime.engine.batch import check_device, check_even, microbatches, signature
+from fshard.runtime.engine.batch import check_detached, check_device, check_even, microbatches, signature
 from fshard.runtime.engine.loss import Mean, as_means, means_of
 from fshard.runtime.engine.proxies import Mispredicted
 from fshard.runtime.execution import Shard, Shards, partly_updated
@@ -151,6 +151,8 @@ class Replay(Composition):
         self._forget()
         check_device(batch, spec.plan.mesh.device)
         parts = microbatches(batch, spec.accumulate)
+        if spec.train:
+            check_detached(batch)
         if spec.train and not stage.found.weighted:
             check_even(batch, spec.accumulate)
         measured, divisor = self._microbatches(spec, number, stage, parts)

@@ -3,6 +3,7 @@
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from fshard.proof.plain import Task, earliest, run_plainly
 from fshard.proof.report import Tolerance, Verified
 from fshard.proof.watched import Watched
 from fshard.runtime.comm import collective_call, enter
+from fshard.runtime.engine.batch import marks_undone
 from fshard.runtime.steps import refuse_transforms
 from fshard.state.settle import complete
 from fshard.state.train_state import TrainState, expect_state
@@ -77,13 +79,14 @@ def verify(step: TrainStep, state: TrainState, batch: Any, *, rtol: float | None
         raise no_processes()
     state.check_plan(step.plan)
     enter(mesh, "verify")
-    with untouched():
+    with untouched(), marks_undone([batch]):
         found = _verified(Watched(step), state, batch, Tolerance(rtol, atol))
     found.check()
     return found
 
 
 def _verified(watched: Watched, state: TrainState, batch: Any, tolerance: Tolerance) -> Verified:
+    state = replace(state, past=state.past.alone())
     complete(state, watched.plan.mesh)
     following, metrics = watched(state, batch)
     watched.check_alone()

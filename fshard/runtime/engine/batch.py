@@ -1,7 +1,8 @@
 """A rank's local batch: any pytree. What of it steers the program, how it is cut into microbatches."""
 
 import copy
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -224,6 +225,41 @@ def check_kept(batch: Any, before: Sequence[Any]) -> None:
     if wrong:
         head = "the function writes to objects of the batch, which cannot be copied to find its schedule without that:"
         raise BatchError(lines(head, wrong, "Give their class a __deepcopy__, or make them inside of the function."))
+
+
+def check_detached(batch: Any) -> None:
+    """Refuse tensors that require grad: a step takes gradients of its parameters alone, so theirs would be lost.
+
+    Raises:
+        BatchError: naming each, and what made it.
+    """
+    if any([x.requires_grad for x in tree.leaves(batch) if isinstance(x, Tensor)]):
+        wrong = [(name, x) for name, x in _named(batch) if isinstance(x, Tensor) and x.requires_grad]
+        rows = [f"{name} {list(x.shape)}, {'a leaf' if x.grad_fn is None else x.grad_fn.name()}" for name, x in wrong]
+        head = "tensors of the batch require grad, and a step takes gradients of its parameters alone:"
+        raise BatchError(lines(head, rows, _DETACH))
+
+
+_DETACH = (
+    "Give x.detach(). What made them is trained where the loss function computes them from params; a loss that "
+    "differentiates by x itself marks it there, x = x.detach().requires_grad_()."
+)
+
+
+@contextmanager
+def marks_undone(batches: Sequence[Any]) -> Iterator[None]:
+    """After the block no tensor requires grad that did not before it: a loss may mark those that it differentiates by.
+
+    Args:
+        batches: a rank's microbatches.
+    """
+    plain = [x for x in tree.leaves(list(batches)) if isinstance(x, Tensor) and not x.requires_grad]
+    try:
+        yield
+    finally:
+        for x in plain:
+            if x.requires_grad and x.is_leaf:
+                x.requires_grad_(False)
 
 
 def check_device(batch: Any, device: torch.device) -> None:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from fshard import tree
+from fshard.runtime.engine.batch import marks_undone
 from fshard.runtime.engine.engine import Engine
 from fshard.runtime.engine.loss import Loss, check_differentiable, check_means, detached, read_loss
 from fshard.runtime.steps.finder import Fn
@@ -78,7 +79,7 @@ class Passes:
             torch.clear_autocast_cache()
             # Autograd would run the backward of a device on that device's thread: without the context of this one, with
             # sequence numbers of its own, and beside the drain after a failure.
-            with torch.autograd.set_multithreading_enabled(False):
+            with torch.autograd.set_multithreading_enabled(False), marks_undone(parts):
                 for index, part in enumerate(parts):
                     sink.begin_microbatch(index)
                     engine.start(sink)
