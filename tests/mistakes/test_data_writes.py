@@ -1,5 +1,6 @@
 """Writes to the ``.data`` of parameters in a forward would change a gathered copy alone, and are refused."""
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -75,10 +76,10 @@ class Writing(nn.Linear):
 def made(write: Callable[[nn.Linear], None], units: Any, reads: bool = False) -> tuple[Any, fs.TrainState]:
     """A step of the net, whose second layer writes, and a state."""
     net = Net(write, reads)
-    net.layers[1] = Writing(4, 4)
-    Writing.write = staticmethod(write)  # type: ignore[assignment]
+    net.layers[1] = layer = Writing(4, 4)
+    layer.write = write
     model = fs.split(net, units=units)
-    plan = fs.make_plan(model, fs.make_mesh((1,), ("shard",)), [(".*", fs.fsdp("shard"))])
+    plan = fs.make_plan(model, fs.make_mesh((-1,), ("shard",)), [(".*", fs.fsdp("shard"))])
     opt = fs.optim.sgd(0.1)
     step = fs.make_train_step(lambda params, x: model.apply(params, x), opt, plan)
     return step, fs.init_state(plan, opt)
@@ -93,10 +94,11 @@ def test_a_write_to_the_data_of_a_parameter_is_refused(name: str, units: list[st
         step(state, torch.ones(2, 4))
 
 
+@pytest.mark.parametrize("units", [["layers.*"], []], ids=["in a unit", "outside of units"])
 @pytest.mark.parametrize("name", WRITES)
-def test_so_is_one_in_a_unit_of_a_program_that_reads_values(name: str) -> None:
+def test_so_is_one_in_a_program_that_reads_values(name: str, units: list[str]) -> None:
     write, path = WRITES[name]
-    step, state = made(write, ["layers.*"], reads=True)
+    step, state = made(write, units, reads=True)
     with pytest.raises(fs.errors.UnitError, match=rf"wrote to the \.data of parameters:\n  layers\.1\.{path}"):
         step(state, torch.ones(2, 4))
 
@@ -106,7 +108,60 @@ def test_reading_data_and_writing_to_copies_of_it_is_no_write() -> None:
         module.weight.data.clone().mul_(2.0)
         module.weight.detach().square().add_(1.0)
 
-    for units in (["layers.*"], []):
-        step, state = made(reads, units)
+    for units, values in itertools.product((["layers.*"], []), (False, True)):
+        step, state = made(reads, units, values)
         state, _ = step(state, torch.ones(2, 4))
         assert state.step == 1
+
+
+def on_ranks(units: list[str], reads: bool) -> list[str]:
+    """On a rank, where leaves are gathered: what steps say of each write, and of none."""
+    said = []
+    for write in (*[write for write, _ in WRITES.values()], lambda module: None):
+        step, state = made(write, units, reads)
+        try:
+            for _ in range(2):
+                state, _ = step(state, torch.ones(2, 4))
+            said.append("")
+        except fs.errors.ShardError as error:
+            said.append(str(error))
+    return said
+
+
+@pytest.mark.parametrize("units", [["layers.*"], []], ids=["in a unit", "outside of units"])
+@pytest.mark.parametrize("reads", [False, True], ids=["traced", "on demand"])
+def test_gathers_are_no_writes(units: list[str], reads: bool) -> None:
+    for said in fs.virtual_mesh((2,), ("shard",)).run(on_ranks, units, reads):
+        assert said[-1] == ""
+        for (_, path), told in zip(WRITES.values(), said, strict=False):
+            assert "wrote to the .data of parameters" in told and f"layers.1.{path}" in told
+
+
+def total(params: Any, x: Tensor) -> Tensor:
+    """A loss outside of units that reads a matrix through its ``.data`` alone."""
+    return (params["1"]["weight"].data * 2).sum() + params["0"]["bias"].sum() * x.sum()
+
+
+def by_value(params: Any, x: Tensor) -> Tensor:
+    """The same, of a program that reads a value."""
+    return total(params, x) if float(x.sum()) < 1e9 else total(params, 2 * x)
+
+
+def losses(fn: Callable[..., Tensor]) -> list[float]:
+    """On a rank: those of three steps."""
+    torch.manual_seed(0)
+    model = fs.split(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), "*")
+    plan = fs.make_plan(model, fs.make_mesh((-1,), ("shard",)), [(".*", fs.fsdp("shard"))])
+    opt = fs.optim.sgd(0.1)
+    step, state, found = fs.make_train_step(fn, opt, plan), fs.init_state(plan, opt, params=model.params), []
+    for _ in range(3):
+        state, metrics = step(state, torch.ones(2, 4))
+        found.append(float(metrics.loss))
+    return found
+
+
+@pytest.mark.parametrize("fn", [total, by_value])
+def test_what_code_between_units_reads_through_data_is_gathered(fn: Callable[..., Tensor]) -> None:
+    want = fs.virtual_mesh((1,), ("shard",)).run(losses, fn)[0]
+    for got in fs.virtual_mesh((2,), ("shard",)).run(losses, fn):
+        assert got == pytest.approx(want)

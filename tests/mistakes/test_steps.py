@@ -392,5 +392,5 @@ def test_auxiliary_values_are_not_dropped() -> None:
 def test_a_loss_of_parameters_that_the_step_does_not_train() -> None:
     """As a function in an attribute or a hook reads them, by a closure over the module that was split."""
     trace = step(lambda p, b: loss(p, b) + sum(leaf.sum() for leaf in NET.parameters())).trace
-    with pytest.warns(UserWarning, match=r"depends on \d+ nn.Parameter that the step neither trains .* of shape \["):
+    with pytest.warns(UserWarning, match=r"depends on \d+ leaves \(Parameter\) that .* neither trains .* of shape \["):
         trace(BATCH)

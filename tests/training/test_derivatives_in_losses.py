@@ -171,20 +171,24 @@ def test_each_rank_takes_the_gradient_at_the_worst_point_of_its_own_rows(job: Jo
     job(ranks).run(ascent)
 
 
+@pytest.mark.parametrize("compile", [None, "fx"])
+@pytest.mark.parametrize("start", [0, 2], ids=["rows", "rows that begin inside of a storage"])
 @pytest.mark.parametrize("units", [(), ("0",)], ids=["code outside of units", "a unit"])
-def test_a_loss_that_fake_tensors_cannot_differentiate_runs_on_real_ones(units: tuple[str, ...]) -> None:
-    """The gradient of a vmap of a Hessian is on the meta device there."""
+def test_a_loss_that_fake_tensors_cannot_differentiate_runs_on_real_ones(
+    units: tuple[str, ...], start: int, compile: str | None
+) -> None:
+    """The gradient of a vmap of a Hessian is on the meta device there, or fails an assert of PyTorch's."""
     torch.manual_seed(0)
     model = fs.split(nn.Sequential(Smooth(torch.tanh), nn.Linear(6, 1).double()), units=units)
     plan = fs.make_plan(model, fs.make_mesh((1,), ("shard",)), [(".*", fs.fsdp("shard"))])
-    x, opt = torch.randn(3, 6, dtype=torch.float64), fs.optim.sgd(0.1)
+    x, opt = torch.randn(5, 6, dtype=torch.float64)[start:], fs.optim.sgd(0.1)
 
     def loss(params: Any, x: Tensor) -> Tensor:
         bent = torch.func.hessian(lambda row: model.apply(params, row).sum())
         return torch.vmap(bent)(x).square().mean()
 
     state = fs.init_state(plan, opt, params=model.params)
-    step = fs.make_train_step(loss, opt, plan, donate=False)
+    step = fs.make_train_step(loss, opt, plan, donate=False, compile=compile)
     leaves = {path: leaf.clone().requires_grad_() for path, leaf in fs.tree.paths(model.params)}
     want = loss(fs.tree.nest(leaves), x)
     grads = torch.autograd.grad(want, list(leaves.values()), allow_unused=True)

@@ -179,6 +179,10 @@ class OnDemand:
         agree: compares a request with all ranks; raises if they differ.
         closing: the ops that end a microbatch, of its number.
         shield: holds signals back while ranks communicate.
+
+    Attributes:
+        scaled: the tables whose gradients are divided by counts of the batch.
+        busy: whether an op of the schedule is under way, which writes to the memory of parameters.
     """
 
     def __init__(
@@ -191,12 +195,13 @@ class OnDemand:
         shield: Shield | None = None,
     ) -> None:
         self.actions, self.names, self.reads, self.agree, self.closing = actions, names, reads, agree, closing
-        self.shield, self.lost = shield or Shield(), False
+        self.shield, self.lost, self.busy = shield or Shield(), False, False
         self.microbatch = 0
         self.record: list[Op] = []
         self.forward: list[Call] = []
         self.backward: list[Call] = []
         self.glue: dict[int, None] = {}
+        self.scaled: dict[str, None] = {}
         self.again = Again()
 
     def begin_microbatch(self, index: int) -> None:
@@ -280,11 +285,14 @@ class OnDemand:
             raise failure
 
     def _perform(self, op: Op, run: Callable[[], T]) -> T:
+        self.busy = True
         try:
             found = run()
         except CommError as error:
             self.lost = True
             raise CommError(f"on demand, '{op}'{self.actions.where(op.target)}: {error}") from error
+        finally:
+            self.busy = False
         self.record.append(op)
         return found
 
@@ -294,13 +302,19 @@ class Tracing:
 
     Args:
         turn: called whenever a compute op is over.
+
+    Attributes:
+        scaled: the tables whose gradients are divided by counts of the batch.
     """
+
+    busy = False
 
     def __init__(self, turn: Callable[[], None]) -> None:
         self.turn = turn
         self.forward: list[Call] = []
         self.backward: list[Call] = []
         self.glue: dict[int, None] = {}
+        self.scaled: dict[str, None] = {}
         self.again = Again()
 
     def reach(self, kind: str, unit: str, index: int) -> None:

@@ -38,6 +38,9 @@ from fshard.sharding.plan import Plan
 DEVICE = torch.ops.prim.device.default
 """What ``x.device`` is of a fake tensor."""
 
+SCALING = frozenset((torch.ops.aten.embedding.default, torch.ops.aten._embedding_bag.default))
+"""Reads of a table whose gradient is divided by how often the batch has a row, where their fourth argument is true."""
+
 
 @dataclass(frozen=True)
 class Found:
@@ -54,6 +57,7 @@ class Found:
         exact: whether its loss takes derivatives that PyTorch gets wrong.
         again: floating-point operations, of those in ``needs``, that compute activations again in the backward.
         remat: with which units computed again it was traced, and runs.
+        scaled: the tables whose gradients are divided by counts of the batch.
     """
 
     program: Program
@@ -66,6 +70,7 @@ class Found:
     exact: bool = False
     again: int = 0
     remat: Remat = NO_REMAT
+    scaled: tuple[str, ...] = ()
 
     @functools.cached_property
     def flops(self) -> int | None:
@@ -84,6 +89,7 @@ class GlueWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self.engine, self.executor = engine, executor
         self.places = engine.plan.places()
+        self.known: dict[int | None, str] = {}  # paths of leaves, by where the memory of a tensor is
         self.fault: BaseException | None = None
         self.written: UnitError | None = None
 
@@ -100,23 +106,44 @@ class GlueWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return args[0].fake_device  # two thirds of all that is dispatched; the modes below add nothing to it
         if not self.engine.differentiating and self.fault is None:
             self._check_reads(args, kwargs or {})
+            if func in SCALING and torch.is_grad_enabled():
+                self._note_scaled(*args)
             if self.written is None and getattr(getattr(func, "_schema", None), "is_mutable", False):
                 self._check_writes(func, args, kwargs or {})
         return func(*args, **(kwargs or {}))
 
+    def _note_scaled(self, table: Tensor, ids: Tensor, _: Any = None, scaled: bool = False, *others: Any) -> None:
+        """Note a table that is read with ``scale_grad_by_freq=True``."""
+        slot = slot_of(table)
+        if scaled:
+            self.executor.scaled[slot.path if slot is not None else "a table"] = None
+
     def _check_reads(self, args: Any, kwargs: Any) -> None:
         for leaf in tree.leaves((args, kwargs)):
-            slot = slot_of(leaf) if isinstance(leaf, Tensor) else None
-            if slot is not None and slot.engine is self.engine:
+            path = self._path_of(leaf) if isinstance(leaf, Tensor) else ""
+            if path:
                 try:
-                    self._note(leaf, slot.path)
+                    self._note(leaf, path)
                 except BaseException as fault:
                     self.fault = fault
+
+    def _path_of(self, x: Tensor) -> str:
+        """The path of a leaf, or, outside of units, of the leaf whose memory a tensor reads, as its ``.data`` does."""
+        slot, slots = slot_of(x), self.engine.slots
+        if slot is not None:
+            return slot.path if slot.engine is self.engine else ""
+        if self.engine.inside or self.executor.busy or storage_of(x) not in slots.storages:
+            return ""
+        place = storage_of(x) if slots.arena is None else x.data_ptr()
+        if place not in self.known:
+            found = slots.path_of(x)
+            self.known[place] = found if found in self.places else ""
+        return self.known[place]
 
     def _check_writes(self, func: Any, args: Any, kwargs: Any) -> None:
         """Note an op that writes to the memory of a parameter: ``.data`` has a version of its own, which hides it."""
         engine = self.engine
-        if not engine.inside and isinstance(self.executor, OnDemand):
+        if self.executor.busy:
             return  # gathers write there
         named = zip(func._schema.arguments, args, strict=False)
         given = [(a, x) for a, x in named] + [(a, kwargs[a.name]) for a in func._schema.arguments if a.name in kwargs]
@@ -218,12 +245,13 @@ def _traced_in(
     idle = _unmoved(plan, moved) if train else ()
     inner, needs = frozenset(engine.inner), tuple(activations.needs)
     program = program_of(seen, groups)
-    exact, again = engine.exact, activations.again
-    return Found(program, weighted, foreign, inner, needs, tuple(own), idle, exact, again, remat), result
+    exact, again, scaled = engine.exact, activations.again, tuple(seen.scaled)
+    return Found(program, weighted, foreign, inner, needs, tuple(own), idle, exact, again, remat, scaled), result
 
 
 def _as_fake(mode: ProgramMode, x: Tensor) -> Tensor:
     try:
+        x = x if x.is_leaf else x.detach().requires_grad_()  # whose gradient nobody asks for, which torch would say
         return x if isinstance(x, FakeTensor) else mode.from_tensor(x)
     except AssertionError as error:  # of a kind that has no fake form here, such as a jagged one
         raise UnsupportedFakeTensorException(f"{x.layout}: {error}") from error
@@ -256,17 +284,18 @@ def _backward(engine: Engine, result: Any) -> tuple[bool, bool]:
     foreign = [leaf for leaf in below if id(leaf) not in known]
     if below and len(foreign) == len(below):
         raise foreign_loss()
-    _tell_untrained([leaf for leaf in foreign if isinstance(leaf, nn.Parameter)])
+    _tell_untrained([leaf for leaf in foreign if isinstance(leaf, nn.Parameter) or not isinstance(leaf, FakeTensor)])
     engine.differentiate(loss.total, torch.ones_like(loss.total))
     return loss.count is not None, bool(foreign)
 
 
 def _tell_untrained(leaves: list[Tensor]) -> None:
-    """Say that a loss depends on parameters of a module that the step does not train: most often by mistake."""
+    """Say that a loss depends on tensors from outside that the step does not train: most often by mistake."""
     if leaves:
         shapes = ", ".join(str(list(leaf.shape)) for leaf in leaves[:3]) + (", ..." if len(leaves) > 3 else "")
+        kinds = " and ".join(sorted({type(leaf).__name__ for leaf in leaves}))
         warnings.warn(
-            f"the loss depends on {len(leaves)} nn.Parameter that the step neither trains nor updates, of shape "
+            f"the loss depends on {len(leaves)} leaves ({kinds}) that the step neither trains nor updates, of shape "
             f"{shapes}. A closure or a hook that names a module, such as lambda x: x * self.scale, reads the module "
             f"that was split: use a method, or the module that a hook is given. Call another model, such as a teacher, "
             f"under torch.no_grad()",

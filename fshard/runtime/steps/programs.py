@@ -1,5 +1,6 @@
 """The programs of a step: each with a checked schedule, an engine and memory, made once and kept."""
 
+import warnings
 from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -223,6 +224,8 @@ class Programs:
             offsets: where ``param:`` items of its groups lie.
             beside: the actions of another program that reads the same shards in the same step.
         """
+        if self.train and found.scaled and self.plan.data_size * self.accumulate > 1:
+            _tell_scaled(found.scaled)
         traits = Traits(found.program.reads[ROOT], found.foreign, found.exact)
         prepared = Prepared(*self._prepared(arena, offsets, traits, found.remat, beside), found.weighted)
         self._compiled(prepared, found)
@@ -328,6 +331,16 @@ def make_programs(
     memory, cache = StepMemory(plan, infos, train, running.debug), make_cache(running.compile)
     made = Programs(plan, running.policy, accumulate, train, comms, infos, second, memory, running.remat, cache)
     return replace(made, executor=executor_of(plan.mesh))
+
+
+def _tell_scaled(paths: Sequence[str]) -> None:
+    """Say that gradients depend on how the global batch is cut."""
+    warnings.warn(
+        f"scale_grad_by_freq=True divides gradients of {', '.join(paths)} by how often a row occurs in a rank's "
+        f"microbatch, not in the global batch: they depend on the number of ranks and on accumulate=. Leave it out, or "
+        f"weigh what is read by counts over all ranks (fs.collectives.psum)",
+        stacklevel=2,
+    )
 
 
 def _refuse(groups: Sequence[tuple[int, bool]]) -> bool:

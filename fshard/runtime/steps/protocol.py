@@ -27,7 +27,7 @@ import torch
 from fshard.errors import foreign_params
 from fshard.runtime.comm import COLLECTIVES, exchange, refuse_nested
 from fshard.runtime.comm.facts import Facts, digest
-from fshard.runtime.engine.batch import check_device, check_even, microbatches
+from fshard.runtime.engine.batch import check_detached, check_device, check_even, microbatches
 from fshard.runtime.engine.loss import as_means
 from fshard.runtime.execution import Found
 from fshard.runtime.execution.executor import OnDemand, Scheduled, program_of
@@ -125,6 +125,8 @@ class Runner:
             given.refuse()
             facts = given.facts() if self.plan.mesh.size > 1 else facts
             check_device(batch, self.plan.mesh.device)
+            if programs.train:
+                check_detached(batch)
             parts = microbatches(batch, programs.accumulate)
             found = self.finder.look(batch)
             if programs.train and found is not None and not found.weighted:
@@ -315,6 +317,7 @@ class Runner:
         engine = agreed.ready.prepared.engine
         program = program_of(executor, {name: list(read.groups) for name, read in engine.units.reads.items()})
         found = Found(program, weighted, True, frozenset(engine.inner), exact=engine.exact, remat=self.programs.remat)
+        found = replace(found, scaled=tuple(executor.scaled))
         if self.programs.train or self._common(found):
             self.finder.learn(agreed.ready.request.batch, found)
 
