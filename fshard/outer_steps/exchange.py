@@ -13,7 +13,7 @@ from torch import Tensor
 from fshard.errors import NonFiniteError, ScheduleError, lines
 from fshard.optim.base import State
 from fshard.optim.contract import contract
-from fshard.outer_steps.buffers import ANCHOR, DELTA, OUTER, Outer
+from fshard.outer_steps.buffers import DELTA, OUTER, Outer
 from fshard.outer_steps.fragments import HEAD, Fragment, Range
 from fshard.runtime.comm import Communicator, Handle, exchange, mesh_communicator
 from fshard.runtime.comm.packing import pack, unpack_sum
@@ -24,6 +24,7 @@ from fshard.schedule.transfers import KINDS
 from fshard.sharding.part import PartMesh
 from fshard.sharding.plan import Plan
 from fshard.sharding.wire import WireFormat
+from fshard.state.exchanges import ANCHOR
 
 ROLE = KINDS["exchange"].role
 """The role of the communicator between replicas."""
