@@ -1,12 +1,13 @@
 """When the ops of a schedule would run, given what ops and bytes cost: simulation without processes.
 
 ``calibrate`` measures costs on real ranks; ``LINKS``, ``DEVICES`` and ``hardware`` say what machines promise;
-``search`` tries shapes of the mesh.
+``search`` tries shapes of the mesh, recomputation and wire formats.
 """
 
 from fshard.foresight.calibrate import calibrate
 from fshard.foresight.foresee import Hardware, hardware
-from fshard.foresight.search import Option, Search, search
+from fshard.foresight.options import Option, Search
+from fshard.foresight.search import search
 from fshard.runtime.steps.rates import measured_peak
 from fshard.schedule.costs import Costs, Link, Noise, read_costs
 from fshard.schedule.machines import DEVICES, LINKS, Cluster

@@ -15,14 +15,16 @@ from fshard.arguments import size_text
 from fshard.errors import PlanError
 from fshard.foresight.foresee import Foresight, Hardware, Progress, foresee, hardware
 from fshard.foresight.huggingface import hugging_face
-from fshard.foresight.jobs import Job, read_job
+from fshard.foresight.jobs import Job, read_job, takes_mesh
+from fshard.foresight.options import SHOWN, Search
 from fshard.foresight.page import write_page
 from fshard.foresight.remedies import Remedy, largest, remedies
 from fshard.foresight.report import as_json, sections
-from fshard.foresight.search import HEAD, SHOWN, Search, search
+from fshard.foresight.search import known_formats, search
 from fshard.schedule.costs import read_costs
 from fshard.schedule.machines import COMMUNICATOR, DEVICES, LINKS
 from fshard.sharding.mesh import Mesh, abstract_mesh
+from fshard.sharding.wire import NAMES, Wire
 
 UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}
 
@@ -48,6 +50,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--accumulate", type=int, default=1, help="with --hf: microbatches of a step")
     parser.add_argument("--remat", choices=("none", "all"), default="none", help="with --hf: compute units again")
     parser.add_argument("--search", action="store_true", help="try all shapes of as many ranks as --mesh has")
+    words = f"with --search: formats to try too, as int8, or replica=int4 for one axis: {', '.join(NAMES)}"
+    parser.add_argument("--wires", nargs="+", metavar="FORMAT", default=[], help=words)
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--html", metavar="FILE", help="write a page with pictures, which needs no other file")
 
@@ -56,14 +60,17 @@ def run(args: argparse.Namespace) -> int:
     """Foresee, print, and say what would have to change."""
     if (args.job is None) == (args.hf is None):
         raise PlanError("give either FILE.py:FUNCTION or --hf CONFIG")
-    mesh, machines = read_mesh(args.mesh), read_hardware(args)
+    if args.wires and not args.search:
+        raise PlanError("--wires says what --search tries: give both, or neither")
+    mesh, machines, wires = read_mesh(args.mesh), read_hardware(args), read_wires(args.wires)
     with telling(args.json) as progress:
         progress("the model", 0.0)
         job: Any = _hf(args) if args.hf else read_job(args.job, mesh)
-        searched = _search(args, job, mesh, machines, progress) if args.search else None
+        searched = _search(args, job, mesh, machines, wires, progress) if args.search else None
         if searched is not None:
-            mesh, remat = searched.best.mesh, searched.best.remat
-            job = replace(job, remat=remat) if isinstance(job, Job) else read_job(args.job, mesh)
+            best, mesh = searched.best, searched.best.mesh
+            job = job if args.hf else read_job(args.job, mesh)
+            job = replace(job, remat=best.remat, wire=best.wire) if isinstance(job, Job) else job
         step, batch = job.step(mesh) if isinstance(job, Job) else job
         seen = foresee(step, batch, machines, progress)
         found: list[Remedy] = []
@@ -80,16 +87,24 @@ def run(args: argparse.Namespace) -> int:
         print(json.dumps(as_json(seen, found, searched), indent=1))
     else:
         if searched is not None:
-            _table(f"Meshes of {mesh.size:,} ranks, the best first", HEAD, [*searched.table()][:SHOWN])
+            _table(f"Meshes of {mesh.size:,} ranks, the best first", searched.head, [*searched.table()][:SHOWN])
             print("\n".join(f"{shape}: {why}" for shape, why in searched.refused.items()))
         _print(seen, found)
     return 0 if seen.fits else 1
 
 
-def _search(args: argparse.Namespace, job: Any, mesh: Mesh, machines: Hardware, progress: Progress) -> Search:
+def _search(
+    args: argparse.Namespace,
+    job: Any,
+    mesh: Mesh,
+    machines: Hardware,
+    wires: Sequence[Wire | str | None],
+    progress: Progress,
+) -> Search:
     """The shapes of as many ranks."""
-    each = job if isinstance(job, Job) else lambda shape: read_job(args.job, shape)
-    return search(each, mesh.size, machines, progress=lambda what, part: progress(f"meshes: {what}", 0.8 * part))
+    each = job if args.hf or not takes_mesh(args.job) else lambda shape: read_job(args.job, shape)
+    told: Progress = lambda what, part: progress(f"meshes: {what}", 0.8 * part)  # noqa: E731
+    return search(each, mesh.size, machines, wires=wires, progress=told)
 
 
 def _hf(args: argparse.Namespace) -> Job:
@@ -114,6 +129,22 @@ def read_mesh(text: str) -> Mesh:
         pairs = [pair.split("=") for pair in text.split(",")]
         return abstract_mesh([int(size) for _, size in pairs], [name for name, _ in pairs])
     raise PlanError(f"--mesh {text!r}: give ranks along each axis, as 1024, 64x8 or replica=4,data=8")
+
+
+def read_wires(texts: Sequence[str]) -> list[Wire | str | None]:
+    """What a search tries for formats: exact transfers, and these formats of all transfers, or of sums over some axes.
+
+    Raises:
+        PlanError: there is no such format.
+
+    >>> read_wires(["int8", "replica=int4"])
+    [None, 'int8', Wire(reduce={'replica': 'int4'})]
+    """
+    found: list[Wire | str | None] = [None]
+    for text in texts:
+        axes, equals, name = text.rpartition("=")
+        found.append(Wire(reduce={axes: name}) if equals else name)
+    return known_formats(found)
 
 
 def bytes_of(text: str) -> int:

@@ -11,6 +11,7 @@ from torch import Tensor
 from fshard import tree
 from fshard.arguments import size_text
 from fshard.errors import PlanError
+from fshard.foresight.packing import packing_seconds
 from fshard.optim.contract import contract
 from fshard.runtime.memory.optimizer_layout import beside_bytes
 from fshard.schedule.auto import Candidate, tried
@@ -25,8 +26,9 @@ from fshard.schedule.policy import Policy
 from fshard.schedule.schedule import Schedule
 from fshard.schedule.simulate import Simulation, simulate
 from fshard.schedule.trace import Trace
+from fshard.schedule.transfers import moves
 from fshard.sharding.layout import Group
-from fshard.sharding.mesh import Axes, Mesh, abstract_mesh
+from fshard.sharding.mesh import Axes, abstract_mesh
 from fshard.sharding.plan import Plan
 from fshard.training.step import TrainStep
 
@@ -58,12 +60,14 @@ class Hardware:
     costs: Costs | None = None
     communicator: int = 0
 
-    def of(self, task: Task, mesh: Mesh) -> Costs:
-        """What ops cost on it."""
-        links = self.cluster.links(mesh)
+    def of(self, task: Task, plan: Plan) -> Costs:
+        """What ops cost on it, what packs and unpacks formats included."""
+        links, packing = self.cluster.links(plan.mesh), packing_seconds(plan, task.stages, self.speed)
         if self.costs is None:
-            return foreseen_costs(task.stages, task.needs, self.speed, links)
-        return self.costs.over(Costs(links=links, processors=self.costs.processors))
+            units = foreseen_costs(task.stages, task.needs, self.speed, links)
+            return replace(units, seconds={**units.seconds, **packing})
+        moved = {op: seconds for op, seconds in packing.items() if moves(op[0])}  # its updates were measured
+        return self.costs.over(Costs(moved, links=links, processors=self.costs.processors))
 
     def held(self, plan: Plan, tried: Candidate, task: Task) -> int:
         """Bytes that a policy holds beside the state, communicators included."""
@@ -220,7 +224,7 @@ def foresee(step: TrainStep, batch: Any, hardware: Hardware, progress: Progress 
     found = step.trace(batch)
     plan = step.plan
     task = task_of(step, found, plan)
-    costs = hardware.of(task, plan.mesh)
+    costs = hardware.of(task, plan)
     every = [*candidates(task, "deferred")]
     made: list[tuple[Candidate, Schedule]] = []
     for number, policy in enumerate(every):
@@ -256,9 +260,9 @@ def task_of(step: TrainStep, found: Trace, plan: Plan) -> Task:
     """What policies are tried for."""
     if not found.needs:
         raise PlanError("a run has found this program, which depends on values of tensors: it cannot be foreseen")
-    full = all(group.reduce_dtype == group.dtype for group in plan.groups)
-    bare = Task(found.schedule.program, found.schedule.groups, found.needs, step.options.accumulate, full, True)
-    return on_plan(replace(bare, axes=found.program_axes, graphs=found.graphs), plan)
+    schedule, accumulate = found.schedule, step.options.accumulate
+    bare = Task(schedule.program, schedule.groups, found.needs, accumulate, axes=found.program_axes)
+    return on_plan(replace(bare, graphs=found.graphs), plan)
 
 
 def on_plan(task: Task, plan: Plan) -> Task:
@@ -266,7 +270,8 @@ def on_plan(task: Task, plan: Plan) -> Task:
     beside = tuple(task.groups[len(plan.groups) :])  # these travel between steps
     axes = fast_axes(plan)
     second = {axes: (*group_infos(plan, None, axes), *beside)} if axes else {}
-    return replace(task, groups=(*group_infos(plan), *beside), second=second)
+    full = all(group.reduce_dtype == group.dtype for group in plan.groups)
+    return replace(task, groups=(*group_infos(plan), *beside), second=second, full=full)
 
 
 def state_bytes(step: TrainStep, plan: Plan) -> int:
@@ -324,9 +329,10 @@ def scaling(task: Task, plan: Plan, hardware: Hardware, policy: Policy) -> Itera
     sizes = sorted({max(first >> shift, 1) for shift in range(first.bit_length())})
     for size in sizes[-8:]:
         mesh = abstract_mesh((size, *rest), plan.mesh.axis_names)
-        groups = group_infos(plan.source.plan(mesh, plan.batch, plan.precision), None, policy.secondary)
+        smaller = plan.source.plan(mesh, plan.batch, plan.precision)
+        groups = group_infos(smaller, None, policy.secondary)
         schedule = build(task.program, groups, policy, task.accumulate)
-        costs = hardware.of(task, mesh).only({op.kind for op in schedule})
+        costs = hardware.of(task, smaller).only({op.kind for op in schedule})
         yield mesh.size, simulate(schedule, costs).seconds
 
 

@@ -4,7 +4,7 @@ import importlib.util
 import inspect
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,15 +15,16 @@ from fshard import tree
 from fshard.arguments import described
 from fshard.errors import PlanError
 from fshard.optim.adamw import adamw
-from fshard.sharding.mesh import Mesh
-from fshard.sharding.plan import make_plan
+from fshard.sharding.mesh import Axes, Mesh
+from fshard.sharding.plan import Plan, make_plan
 from fshard.sharding.rules import Rule
 from fshard.sharding.spec import P, fsdp
+from fshard.sharding.wire import Wire
 from fshard.training.make_step import make_train_step
 from fshard.training.step import TrainStep
 
 NEEDED = ("model", "loss", "batch")
-KNOWN = (*NEEDED, "rules", "units", "optimizer", "batch_spec", "precision", "accumulate", "remat")
+KNOWN = (*NEEDED, "rules", "units", "optimizer", "batch_spec", "precision", "accumulate", "remat", "wire")
 
 
 @dataclass(frozen=True)
@@ -41,6 +42,7 @@ class Job:
         precision: as for ``fs.make_plan``.
         accumulate: microbatches.
         remat: as for ``fs.make_train_step``.
+        wire: as for ``fs.make_plan``.
     """
 
     model: Any
@@ -53,6 +55,7 @@ class Job:
     precision: Any = None
     accumulate: int = 1
     remat: Any = None
+    wire: Wire | None = None
 
     def step(self, mesh: Mesh, **options: Any) -> tuple[TrainStep, Any]:
         """The step on a mesh, and a rank's batch.
@@ -60,16 +63,43 @@ class Job:
         Raises:
             PlanError: no rule can use the mesh, or anything that ``fs.make_plan`` and ``fs.make_train_step`` refuse.
         """
+        return self.step_of(self.plan(mesh), **options)
+
+    def plan(self, mesh: Mesh) -> Plan:
+        """Where the leaves are on a mesh.
+
+        Raises:
+            PlanError: no rule can use the mesh, or anything else that ``fs.make_plan`` refuses.
+        """
         axes = mesh.axis_names
-        cut = tuple(axis for axis in axes if axis != "replica") or axes
+        cut = _cut(mesh)
         rules = self.rules or [Rule(".*", fsdp(cut if len(cut) > 1 else cut[0]))]
         spec = self.batch_spec or P(axes if len(axes) > 1 else axes[0])
         nested = self.model.items() if isinstance(self.model, Mapping) else ()
         units = self.units or tuple(name for name, below in nested if isinstance(below, Mapping))
-        plan = make_plan(self.model, mesh, rules, batch=spec, precision=self.precision, units=units)
+        return make_plan(self.model, mesh, rules, batch=spec, precision=self.precision, units=units, wire=self.wire)
+
+    def step_of(self, plan: Plan, **options: Any) -> tuple[TrainStep, Any]:
+        """The step of a plan, and a rank's batch."""
         opt = self.optimizer or adamw(1e-3)
         given = {"accumulate": self.accumulate, "remat": self.remat, **options}
         return make_train_step(self.loss, opt, plan, **given), tree.map(_real, self.batch)
+
+    def in_format(self, name: str, mesh: Mesh) -> Plan:
+        """Where the leaves are, with gathers and reductions in a format.
+
+        Sums over replicas are exact where so many replicas would send more of them in the format than exactly.
+
+        Raises:
+            PlanError: as ``plan``.
+        """
+        try:
+            return replace(self, wire=Wire(name, name)).plan(mesh)
+        except PlanError:
+            cut = _cut(mesh)
+            if self.rules or cut == mesh.axis_names:
+                raise
+            return replace(self, wire=Wire(name, {"+".join(cut): name})).plan(mesh)
 
 
 def read_job(where: str, mesh: Mesh) -> "Job | tuple[TrainStep, Any]":
@@ -79,7 +109,20 @@ def read_job(where: str, mesh: Mesh) -> "Job | tuple[TrainStep, Any]":
         PlanError: there is no such file or function, or it returns something else.
     """
     make = _function(where)
-    return job_of(where, make(mesh) if inspect.signature(make).parameters else make())
+    return job_of(where, make(mesh) if _takes_mesh(make) else make())
+
+
+def takes_mesh(where: str) -> bool:
+    """Whether a function of a file is called with the mesh.
+
+    Raises:
+        PlanError: there is no such file or function.
+    """
+    return _takes_mesh(_function(where))
+
+
+def _takes_mesh(make: Any) -> bool:
+    return bool(inspect.signature(make).parameters)
 
 
 def job_of(where: str, made: Any) -> "Job | tuple[TrainStep, Any]":
@@ -129,6 +172,11 @@ def _job(where: str, made: Mapping[str, Any]) -> Job:
         problems = [f"{name!r} is missing" for name in missing] + [f"{name!r} is unknown" for name in strange]
         raise PlanError(f"the dict of {where}: {', '.join(problems)}; it may have {', '.join(map(repr, KNOWN))}")
     return Job(**made)
+
+
+def _cut(mesh: Mesh) -> Axes:
+    """The axes over which leaves are sharded where a job has no rules."""
+    return tuple(axis for axis in mesh.axis_names if axis != "replica") or mesh.axis_names
 
 
 def _real(x: Any) -> Any:

@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from fshard.arguments import size_text
+from fshard.errors import PlanError
 from fshard.foresight.foresee import Foresight, on_plan, state_bytes, task_of
 from fshard.schedule.auto import Candidate, tried
 from fshard.schedule.candidates import Task
@@ -43,7 +44,7 @@ def remedies(seen: Foresight, step: TrainStep, remade: Remade | None = None) -> 
     limit = seen.hardware.memory or 0
     policy = seen.least.policy
     task = task_of(step, seen.trace, seen.plan)
-    costs = seen.hardware.of(task, seen.plan.mesh)
+    costs = seen.hardware.of(task, seen.plan)
 
     def remedy(change: str, other: Task, state: int = seen.state_bytes) -> Remedy:
         peak = state + seen.hardware.held(seen.plan, tried(other, policy, costs)[0], other)
@@ -70,9 +71,12 @@ def _more_ranks(seen: Foresight, step: TrainStep, task: Task, limit: int) -> Ite
     times = 2
     while times <= MOST_RANKS:
         mesh = abstract_mesh((first * times, *rest), seen.plan.mesh.axis_names)
-        plan = seen.plan.source.plan(mesh, seen.plan.batch, seen.plan.precision)
+        try:
+            plan = seen.plan.source.plan(mesh, seen.plan.batch, seen.plan.precision)
+        except PlanError:  # more ranks do not divide a dim, or have no use for a format
+            return
         wider = on_plan(task, plan)
-        one, _ = tried(wider, seen.least.policy, seen.hardware.of(wider, mesh))
+        one, _ = tried(wider, seen.least.policy, seen.hardware.of(wider, plan))
         peak = state_bytes(step, plan) + seen.hardware.held(plan, one, wider)
         if peak <= limit:
             yield Remedy(f"{mesh.size:,} ranks, with as many rows each", peak, True)

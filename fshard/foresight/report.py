@@ -7,8 +7,8 @@ from typing import Any
 
 from fshard.arguments import size_text
 from fshard.foresight.foresee import Foresight
+from fshard.foresight.options import Option, Search
 from fshard.foresight.remedies import Remedy, largest
-from fshard.foresight.search import Option, Search
 from fshard.schedule.ops import Op
 from fshard.schedule.simulate import time_text
 
@@ -45,6 +45,7 @@ def _summary(seen: Foresight) -> Section:
         ("mesh", f"{shape}, {mesh.size:,} ranks"),
         ("hardware", seen.hardware.words),
         ("parameters", f"{sum(row.parameters for row in seen.groups):,} in {len(seen.groups)} groups"),
+        *[("wire formats", words) for words in [_formats(seen)] if words],
         ("policy", str(seen.chosen.policy)),
         ("peak memory", peak),
         ("", f"{size_text(seen.state_bytes)} state; {_communicators(seen)}{seen.chosen.memory}"),
@@ -55,6 +56,12 @@ def _summary(seen: Foresight) -> Section:
     if seen.tokens:
         rows.append(("tokens", f"{seen.tokens_per_s:,.0f} a second, {seen.tokens / run.seconds:,.0f} a rank"))
     return "Foresight", ("", ""), rows
+
+
+def _formats(seen: Foresight) -> str:
+    """The transfers that are not exact, and in which formats they are."""
+    moves = [move for group in seen.schedule.groups for move in group.transfers if move.wire]
+    return ", ".join(dict.fromkeys(f"{move.kind} in {move.wire}" for move in moves))
 
 
 def _communicators(seen: Foresight) -> str:
@@ -159,6 +166,7 @@ def as_json(seen: Foresight, found: Sequence[Remedy], searched: Search | None = 
 
 
 def _option(each: Option) -> dict[str, Any]:
-    words = {"mesh": each.shape, "remat": str(each.remat or "none"), "policy": str(each.policy), "fits": each.fits}
+    words = {"mesh": each.shape, "remat": str(each.remat or "none"), "wire": each.wire_words}
+    words |= {"policy": str(each.policy), "fits": each.fits}
     numbers = {"seconds": each.seconds, "exposed_seconds": each.exposed, "peak_bytes": each.peak_bytes}
     return {**words, **numbers, "rows_per_s": each.rows_per_s, "mfu": each.mfu}

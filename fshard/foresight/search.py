@@ -1,4 +1,4 @@
-"""Searching the mesh too: shapes of it, recomputation and policies, each foreseen, and the table of what was found.
+"""Searching the mesh too: its shapes, recomputation, wire formats and policies, each foreseen, and a table of them all.
 
 Enumeration over few shapes and a cost model, as in Galvatron (Miao et al., 2023), where Alpa (Zheng et al., 2022)
 solves for layouts: a table of all that was tried can be read and argued with.
@@ -6,118 +6,21 @@ solves for layouts: a table of all that was tried can be read and argued with.
 
 import functools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
-from fshard import markup
-from fshard.arguments import Want, expect, size_text
+from fshard.arguments import Want, described, expect
 from fshard.errors import PlanError, lines
 from fshard.foresight.foresee import Hardware, Progress, model_flops, on_plan, sizes, state_bytes, task_of
 from fshard.foresight.jobs import Job, job_of
+from fshard.foresight.options import EXACT, Option, Search, shape_of, words_of
 from fshard.schedule.auto import Candidate, tried
 from fshard.schedule.candidates import Task, candidates
-from fshard.schedule.policy import Policy
-from fshard.schedule.simulate import time_text
 from fshard.sharding.mesh import Mesh, abstract_mesh
+from fshard.sharding.plan import Plan
+from fshard.sharding.wire import Wire
 from fshard.training.step import TrainStep
-
-SHOWN = 12
-"""Rows that ``print`` shows."""
-
-
-@dataclass(frozen=True)
-class Option:
-    """A mesh, what is computed again, and the best policy for them.
-
-    Attributes:
-        mesh: without processes.
-        remat: as for ``fs.make_train_step``.
-        policy: the fastest that fits; the one that holds least, if none does.
-        peak_bytes: the most that a rank holds, state included.
-        seconds: of a step.
-        exposed: seconds of it in which a device waits for transfers.
-        rows_per_s: rows of all ranks a second.
-        mfu: operations of the model to those that the devices could do.
-        fits: whether a device has as much memory.
-
-    >>> import fshard as fs, torch
-    >>> job = {"model": {"w": torch.empty(64, 64, device="meta")}, "batch": torch.empty(8, 64, device="meta")}
-    >>> job["loss"] = lambda params, x: (x @ params["w"]).square().mean()
-    >>> option = fs.sim.search(job, 2, fs.sim.hardware("a100", link="eth25"), remats=[None]).best
-    >>> option.shape, option.fits
-    ('data=2', True)
-    """
-
-    mesh: Mesh
-    remat: Any
-    policy: Policy
-    peak_bytes: int
-    seconds: float
-    exposed: float
-    rows_per_s: float
-    mfu: float
-    fits: bool
-
-    @property
-    def shape(self) -> str:
-        """The mesh in words: ``replica=4,data=8``, as ``fshard plan --mesh`` takes it."""
-        return shape_of(self.mesh)
-
-
-@dataclass(frozen=True)
-class Search:
-    """What a search found. ``print`` it.
-
-    Attributes:
-        options: those that fit first, and of these the one with most rows a second first.
-        refused: meshes that the plan or the program refused, and why.
-        words: what the step would run on.
-
-    >>> import fshard as fs, torch
-    >>> job = {"model": {"w": torch.empty(64, 64, device="meta")}, "batch": torch.empty(8, 64, device="meta")}
-    >>> job["loss"] = lambda params, x: (x @ params["w"]).square().mean()
-    >>> found = fs.sim.search(job, 2, fs.sim.hardware("a100", link="eth25"), remats=[None])
-    >>> print(found)
-    mesh    remat ...
-    """
-
-    options: Sequence[Option]
-    refused: Mapping[str, str] = field(default_factory=dict)
-    words: str = ""
-
-    @property
-    def best(self) -> Option:
-        """The first of all."""
-        return self.options[0]
-
-    def table(self) -> Iterator[tuple[str, ...]]:
-        """A row for each option."""
-        for each in self.options:
-            yield (
-                each.shape,
-                str(each.remat or "none"),
-                time_text(each.seconds),
-                f"{each.exposed / each.seconds:.1%}" if each.seconds else "",
-                f"{each.rows_per_s:,.1f}",
-                f"{each.mfu:.1%}",
-                size_text(each.peak_bytes) + ("" if each.fits else ", too much"),
-                str(each.policy),
-            )
-
-    def __str__(self) -> str:
-        rows = [HEAD, *self.table()][: 1 + SHOWN]
-        widths = [max(len(row[column]) for row in rows) for column in range(len(HEAD))]
-        told = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-        told += [f"and {len(self.options) - SHOWN} more"] if len(self.options) > SHOWN else []
-        told += [f"{shape}: {why}" for shape, why in self.refused.items()]
-        return "\n".join(told)
-
-    def _repr_html_(self) -> str:
-        return markup.shown(self.words or "a search", markup.table(HEAD, [list(row) for row in self.table()], 2))
-
-
-HEAD = ("mesh", "remat", "step", "exposed", "rows/s", "MFU", "peak memory", "policy")
 
 
 def search(
@@ -125,9 +28,10 @@ def search(
     meshes: int | Sequence[Mesh],
     hardware: Hardware,
     remats: Sequence[Any] = (None, "all"),
+    wires: Sequence[Wire | str | None] = (None,),
     progress: Progress = lambda what, part: None,
 ) -> Search:
-    """Foresee a training step on several meshes, with and without recomputation, under all policies.
+    """Foresee a training step on several meshes, with and without recomputation and wire formats, under all policies.
 
     Args:
         job: a dict with ``model``, ``loss`` and ``batch``, as ``fshard plan`` takes it; or a function of the mesh that
@@ -135,13 +39,19 @@ def search(
         meshes: meshes of ``fs.abstract_mesh``; or a number of ranks, for all shapes of ``shapes(ranks, hardware)``.
         hardware: what the step would run on: ``fs.sim.hardware("h100", link="ib400")``.
         remats: what is tried for ``remat=``, where the job leaves that open.
+        wires: what is tried for ``wire=`` of the plan, where the job leaves that open: None, which is exact; the name
+            of a format, such as ``"int8"``, for all gathers and reductions; or an ``fs.Wire``. Rules that have formats
+            of their own keep them. Formats change numbers, so none is tried that is not given. Under a name, sums over
+            the axis ``replica`` are exact where so many replicas would send more in the format, if the job has no
+            rules.
         progress: is told how far it is.
 
     Returns:
         The options. A step on more data ranks makes more of a batch: rows a second compare them.
 
     Raises:
-        PlanError: no mesh, or none that the plan and the program can use.
+        PlanError: no mesh, or none that the plan and the program can use; an unknown format; or formats for a job that
+            has a ``wire`` of its own, or that makes the step itself.
 
     >>> import torch, fshard as fs
     >>> layers = {f"l{i}": {"w": torch.empty(256, 256, device="meta")} for i in range(4)}
@@ -157,32 +67,41 @@ def search(
     wants: list[Want] = [
         ("meshes", meshes, int | Sequence, "a number of ranks, or meshes of fs.abstract_mesh"),
         ("hardware", hardware, Hardware, 'fs.sim.hardware("h100")'),
+        ("wires", wires, list | tuple, 'a list of formats, such as [None, "int8"]'),
     ]
     expect("search(job, meshes, hardware)", wants)
+    formats = known_formats(wires)
     meshes = shapes(meshes, hardware.cluster.per_host) if isinstance(meshes, int) else [*meshes]
     if not meshes:
         raise PlanError("search: no mesh is given: give a number of ranks, or fs.abstract_mesh(...) of each shape")
-    options: list[Option] = []
-    refused: dict[str, str] = {}
-    programs = Programs(job, remats)
-    for number, mesh in enumerate(meshes):
-        shape = shape_of(mesh)
-        progress(shape, number / len(meshes))
-        try:
-            for remat, step, batch, task in programs.on(mesh):
-                options.append(_best(mesh, remat, step, batch, task, hardware))
-        except PlanError as error:
-            refused[shape] = " ".join(map(str.strip, str(error).splitlines()[:2]))
-    if not options:
+    found, refused = Programs(job, remats, formats).tried(meshes, hardware, progress)
+    if not found:
         problems = [f"{shape}: {why}" for shape, why in refused.items()]
         raise PlanError(lines("no mesh can be used", problems, "Give other meshes, or rules for their axes."))
-    options.sort(key=lambda each: (-each.rows_per_s, each.peak_bytes) if each.fits else (0.0, each.peak_bytes))
-    return Search(options, refused, hardware.words)
+    found.sort(key=lambda each: (-each.rows_per_s, each.peak_bytes) if each.fits else (0.0, each.peak_bytes))
+    return Search(found, refused, hardware.words)
 
 
-def shape_of(mesh: Mesh) -> str:
-    """The axes of a mesh and their sizes, in words."""
-    return ",".join(f"{name}={size}" for name, size in zip(mesh.axis_names, mesh.sizes, strict=True))
+def known_formats(wires: Sequence[Wire | str | None]) -> list[Wire | str | None]:
+    """What is tried for formats, each once.
+
+    Raises:
+        PlanError: none is given, or one that ``fs.Wire`` does not know.
+
+    >>> known_formats([None, "int8", "int8"])
+    [None, 'int8']
+    """
+    strange = [wire for wire in wires if not isinstance(wire, Wire | str | None)]
+    if strange or not wires:
+        what = described(strange[0]) if strange else "nothing"
+        raise PlanError(
+            f"search(wires=): {what} is given: give None for exact transfers, names of formats such as 'int8', or "
+            f"fs.Wire(...)"
+        )
+    for name in wires:
+        if isinstance(name, str):
+            Wire(name, name)
+    return [*dict.fromkeys(wires)]
 
 
 def shapes(ranks: int, per_host: int) -> list[Mesh]:
@@ -203,44 +122,98 @@ def shapes(ranks: int, per_host: int) -> list[Mesh]:
 
 
 class Programs:
-    """The step of a job on each mesh. The program of a dict is traced once for all meshes on which leaves are whole."""
+    """The steps of a job on each mesh. A program is traced once for all plans with the same groups of whole leaves."""
 
-    def __init__(self, job: Any, remats: Sequence[Any]) -> None:
-        self.job, self.remats = job, remats
-        self.tasks: dict[str, Task] = {}
+    def __init__(self, job: Any, remats: Sequence[Any], wires: Sequence[Wire | str | None]) -> None:
+        self.job, self.remats, self.wires = job, remats, wires
+        self.tasks: dict[Any, Task] = {}
 
-    def on(self, mesh: Mesh) -> Iterator[tuple[Any, TrainStep, Any, Task]]:
-        """Recomputation, step, batch and task, for each kind of recomputation.
+    def tried(
+        self, meshes: Sequence[Mesh], hardware: Hardware, progress: Progress
+    ) -> tuple[list[Option], dict[str, str]]:
+        """All options; and the meshes, and formats on them, that cannot be used, with the reasons.
 
         Raises:
-            PlanError: the mesh cannot be used.
+            PlanError: there are formats to try, and the job has its own.
         """
-        made = job_of("search", self.job(mesh)) if callable(self.job) else job_of("search", self.job)
+        options: list[Option] = []
+        refused: dict[str, str] = {}
+        for number, mesh in enumerate(meshes):
+            shape = shape_of(mesh)
+            progress(shape, number / len(meshes))
+            try:
+                made = job_of("search", self.job(mesh) if callable(self.job) else self.job)
+            except PlanError as error:
+                refused[shape] = _reason(error)
+                continue
+            self._check_formats(made)
+            for wire in self.wires:
+                try:
+                    for each in self._on(mesh, made, wire):
+                        options.append(_best(*each, hardware))
+                except PlanError as error:
+                    refused[shape + (f", {words_of(wire)}" if wire else "")] = _reason(error)
+        return options, refused
+
+    def _check_formats(self, made: Any) -> None:
+        """Refuse to try formats where the job leaves no choice."""
+        if not any(self.wires):
+            return
+        if not isinstance(made, Job):
+            raise PlanError(
+                "search(wires=): the job makes the step itself, so its plan has the formats that it has: return a "
+                "dict with 'model', 'loss' and 'batch', or leave wires= out"
+            )
+        if made.wire is not None:
+            raise PlanError(f"search(wires=): the job has wire={made.wire!r} already: leave one of them out")
+
+    def _on(self, mesh: Mesh, made: Any, wire: Wire | str | None) -> "Iterator[Way]":
+        """The steps of a mesh and formats, one for each kind of recomputation."""
         if not isinstance(made, Job):
             step, batch = made
+            if step.plan.mesh.shape != mesh.shape:
+                raise PlanError(f"the job made a step on the mesh {shape_of(step.plan.mesh)}: make it on the one given")
             yield step.options.running.remat, step, batch, task_of(step, step.trace(batch), step.plan)
             return
+        if isinstance(wire, str):
+            plan = made.in_format(wire, mesh)
+        else:
+            plan = (made if wire is None else replace(made, wire=wire)).plan(mesh)
         for remat in self.remats if made.remat is None else [made.remat]:
-            step, batch = made.step(mesh, remat=remat)
-            if callable(self.job) or any(leaf.compute.axes for leaf in step.plan.leaves.values()):
-                yield remat, step, batch, task_of(step, step.trace(batch), step.plan)
-                continue
-            key = repr(remat)  # it may be a list
+            step, batch = made.step_of(plan, remat=remat)
+            key = (repr(remat), *self._traced(plan))  # it may be a list
             if key not in self.tasks:
-                self.tasks[key] = task_of(step, step.trace(batch), step.plan)
-            yield remat, step, batch, on_plan(self.tasks[key], step.plan)
+                self.tasks[key] = task_of(step, step.trace(batch), plan)
+            yield remat, step, batch, on_plan(self.tasks[key], plan)
+
+    def _traced(self, plan: Plan) -> Iterator[Hashable]:
+        """What a program depends on, beside the job: groups, and the mesh where leaves are cut or it makes the job."""
+        yield tuple((group.name, *(leaf.path for leaf in group.leaves)) for group in plan.groups)
+        if callable(self.job) or any(leaf.compute.axes for leaf in plan.leaves.values()):
+            yield shape_of(plan.mesh)
 
 
-def _best(mesh: Mesh, remat: Any, step: TrainStep, batch: Any, task: Task, hardware: Hardware) -> Option:
+Way = tuple[Any, TrainStep, Any, Task]
+"""Recomputation, step, batch and task."""
+
+
+def _reason(error: PlanError) -> str:
+    return " ".join(map(str.strip, str(error).splitlines()[:2]))
+
+
+def _best(remat: Any, step: TrainStep, batch: Any, task: Task, hardware: Hardware) -> Option:
     """The fastest policy that fits."""
-    costs, state = hardware.of(task, mesh), state_bytes(step, step.plan)
+    plan = step.plan
+    wire = EXACT if plan.source is None else plan.source.wire
+    costs, state = hardware.of(task, plan), state_bytes(step, plan)
     limit = math.inf if hardware.memory is None else hardware.memory - state
     found = [tried(task, policy, costs)[0] for policy in candidates(task, "deferred")]
-    held = functools.partial(hardware.held, step.plan, task=task)
+    held = functools.partial(hardware.held, plan, task=task)
     fits = [each for each in found if held(each) <= limit]
     chosen: Candidate = min(fits, key=lambda each: (each.seconds, held(each))) if fits else min(found, key=held)
-    rows = sizes(batch)[0] * step.plan.data_size
+    rows = sizes(batch)[0] * plan.data_size
     seconds = chosen.seconds or math.nan
     mfu = model_flops(task) / (seconds * hardware.speed.peak)
     peak = state + held(chosen)
-    return Option(mesh, remat, chosen.policy, peak, chosen.seconds, chosen.exposed, rows / seconds, mfu, bool(fits))
+    times = chosen.seconds, chosen.exposed, rows / seconds
+    return Option(plan.mesh, remat, wire, chosen.policy, peak, *times, mfu, bool(fits))
