@@ -35,6 +35,14 @@ LARGE: dict[str, Any] = {
 }
 
 
+def step_on(mesh: fs.Mesh, wire: fs.Wire, **options: Any) -> tuple[fs.types.TrainStep, Tensor]:
+    """The step of the job on a mesh, and its batch."""
+    made = job()
+    batched, units = P(mesh.axis_names), tuple(made["model"])
+    plan = fs.make_plan(made["model"], mesh, [(".*", fs.fsdp("data"))], batch=batched, units=units, wire=wire)
+    return fs.make_train_step(made["loss"], fs.optim.adamw(1e-3), plan, **options), torch.zeros(64, 512)
+
+
 def test_exact_transfers_alone_are_the_default() -> None:
     found = fs.sim.search(job(), 16, SLOW)
     assert all(option.wire == EXACT for option in found.options)
@@ -55,25 +63,18 @@ def test_a_format_is_faster_over_a_slow_link_and_no_use_over_a_fast_one(name: st
     assert slow.options[0].exposed < slow.options[1].exposed
     fast = fs.sim.search(job(**LARGE), [ONE], FAST, remats=[None], wires=[None, name])
     assert fast.best.wire == EXACT, fast
-    assert fast.options[1].rows_per_s > 0.8 * fast.best.rows_per_s
+    assert fast.options[1].rows_per_s > 0.5 * fast.best.rows_per_s
 
 
 def test_an_option_is_what_its_plan_and_step_are() -> None:
     for option in fs.sim.search(job(), [ONE, HOSTS], SLOW, remats=[None], wires=[None, "int8"]).options:
-        made = job()
-        cut = "data"
-        batched = P(option.mesh.axis_names)
-        units = tuple(made["model"])
-        rules = [(".*", fs.fsdp(cut))]
-        plan = fs.make_plan(made["model"], option.mesh, rules, batch=batched, units=units, wire=option.wire)
-        step = fs.make_train_step(made["loss"], fs.optim.adamw(1e-3), plan, schedule=option.policy)
-        rows = torch.zeros(64, 512)
+        step, rows = step_on(option.mesh, option.wire, schedule=option.policy)
         trace = step.trace(rows)
         seen = foresee(step, rows, SLOW)
         assert seen.chosen.policy == option.policy
         assert seen.peak_bytes == option.peak_bytes and seen.simulation.seconds == option.seconds
         assert seen.chosen.memory == trace.footprint
-        assert seen.schedule.text == trace.schedule.text
+        assert str(seen.schedule) == str(trace.schedule)
         moves = {(move.kind, group.name): move for group in trace.schedule.groups for move in group.transfers}
         sent: Counter[str] = Counter()
         for op in trace.schedule:
@@ -81,6 +82,12 @@ def test_an_option_is_what_its_plan_and_step_are() -> None:
                 sent[moves[op.kind, op.target].axes] += moves[op.kind, op.target].sent
         assert dict(sent) == seen.simulation.sent_by_axes
         assert {move.wire for move in moves.values()} == ({"int8/256"} if option.wire == INT8 else {""})
+
+
+def test_what_feedback_keeps_is_foreseen() -> None:
+    wires = (EXACT, fs.Wire(reduce={"replica": "int4"}, feedback=True))
+    exact, kept = (foresee(*step_on(HOSTS, wire), SLOW).state_bytes for wire in wires)
+    assert kept == exact + 6 * 512 * 512 // 8 * 4  # float32, as large as what a rank updates
 
 
 def test_a_name_keeps_sums_over_many_replicas_exact() -> None:
@@ -104,9 +111,6 @@ def test_formats_of_one_axis_and_of_rules() -> None:
         *(("replica=2,data=8", wire) for wire in (EXACT, sums, product)),
     }
     assert len(found.refused) == 2 and all("names 'replica'" in why for why in found.refused.values())
-    held = {o.wire: o.peak_bytes for o in found.options if o.mesh == HOSTS}
-    shard = 6 * 512 * 512 // 8 * 4
-    assert held[sums] >= held[EXACT] + shard  # the residual is as large as what a rank updates
     rules = [fs.Rule("l0.*", fs.fsdp("data"), wire=EXACT), (".*", fs.fsdp("data"))]
     own = fs.sim.search(job(rules=rules), [ONE], SLOW, remats=[None], wires=[None, "int8"])
     times = {o.wire: o.seconds for o in own.options}
@@ -140,9 +144,7 @@ def test_a_function_of_the_mesh() -> None:
     assert len(found.options) == 4 and found.best.wire == INT8
 
     def made(mesh: fs.Mesh) -> Any:
-        given = job()
-        plan = fs.make_plan(given["model"], mesh, [(".*", fs.fsdp(mesh.axis_names[-1]))], batch=P(mesh.axis_names))
-        return fs.make_train_step(given["loss"], fs.optim.sgd(0.1), plan), torch.zeros(64, 512)
+        return step_on(mesh, EXACT)
 
     assert len(fs.sim.search(made, [ONE], SLOW).options) == 1
     with pytest.raises(PlanError, match="the job makes the step itself, so its plan has the formats that it has"):
@@ -159,7 +161,7 @@ def test_a_function_of_the_mesh() -> None:
         (["powersgd"], "only sums over replicas have a low rank"),
         ([], "nothing is given: give None for exact transfers"),
         ([8], "8, an int is given"),
-        ("int8", r"wires='int8' .*a list of formats, such as \[None, \"int8\"\]"),
+        ("int8", r"wires is .int8., a str: give a list of formats, such as \[None, \"int8\"\]"),
     ],
 )
 def test_bad_formats_are_refused_before_anything_is_traced(wires: Any, words: str) -> None:
@@ -258,17 +260,17 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     path = tmp_path / "job.py"
     path.write_text(JOB)
     flags = ["plan", f"{path}:make", "--mesh", "16", "--link", "eth1", "--inside", "nvlink4", "--search"]
-    assert main([*flags, "--json", "--wires", "int4", "replica=int8"]) in (0, 1)
+    assert main([*flags, "--json", "--wires", "int4", "replica=int8"]) == 0
     found = json.loads(capsys.readouterr().out)
     first = found["search"][0]
     assert (first["seconds"], first["policy"]) == (pytest.approx(found["seconds"]), found["policy"])
     tried = {each["wire"] for each in found["search"]}
     assert {"exact", "gather='int4', reduce='int4'", "reduce={'replica': 'int8'}"} <= tried
-    assert main([*flags, "--json"]) in (0, 1)
+    assert main([*flags, "--json"]) == 0
     plain = json.loads(capsys.readouterr().out)
     assert {each["wire"] for each in plain["search"]} == {"exact"}
     assert [each for each in found["search"] if each["wire"] == "exact"] == plain["search"]
-    assert main([*flags, "--wires", "int4"]) in (0, 1)
+    assert main([*flags, "--wires", "int4"]) == 0
     printed = capsys.readouterr().out
     assert "wire formats" in printed and "in int4/256" in printed and "gather='int4'" in printed
 
