@@ -192,7 +192,7 @@ FORMS = [
 
 @pytest.mark.parametrize("form", FORMS, ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("numel", [2**10, 3 * 2**14])
+@pytest.mark.parametrize("numel", [2**14, 3 * 2**14])
 def test_packing_takes_what_its_operators_read_and_write(form: WireFormat, dtype: torch.dtype, numel: int) -> None:
     """Counted on real tensors; and no less than each byte once."""
     from fshard.foresight.packing import _bytes_packed, _bytes_unpacked
