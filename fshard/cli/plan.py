@@ -1,6 +1,7 @@
 """``fshard plan``: what a step would hold, send and take, without processes and without weights."""
 
 import argparse
+import functools
 import json
 import math
 import re
@@ -16,7 +17,7 @@ from fshard.errors import PlanError
 from fshard.foresight.foresee import Foresight, Hardware, Progress, foresee, hardware
 from fshard.foresight.huggingface import hugging_face
 from fshard.foresight.jobs import Job, read_job, takes_mesh
-from fshard.foresight.options import SHOWN, Search
+from fshard.foresight.options import SHOWN, Option, Search
 from fshard.foresight.page import write_page
 from fshard.foresight.remedies import Remedy, largest, remedies
 from fshard.foresight.report import as_json, sections
@@ -60,26 +61,20 @@ def run(args: argparse.Namespace) -> int:
     """Foresee, print, and say what would have to change."""
     if (args.job is None) == (args.hf is None):
         raise PlanError("give either FILE.py:FUNCTION or --hf CONFIG")
-    if args.wires and not args.search:
-        raise PlanError("--wires says what --search tries: give both, or neither")
-    mesh, machines, wires = read_mesh(args.mesh), read_hardware(args), read_wires(args.wires)
+    mesh, machines, wires = read_mesh(args.mesh), read_hardware(args), read_wires(args.wires, args.search)
     with telling(args.json) as progress:
         progress("the model", 0.0)
         job: Any = _hf(args) if args.hf else read_job(args.job, mesh)
         searched = _search(args, job, mesh, machines, wires, progress) if args.search else None
         if searched is not None:
-            best, mesh = searched.best, searched.best.mesh
-            job = job if args.hf else read_job(args.job, mesh)
-            job = replace(job, remat=best.remat, wire=best.wire) if isinstance(job, Job) else job
+            job, mesh = _on_best(args, job, searched.best), searched.best.mesh
         step, batch = job.step(mesh) if isinstance(job, Job) else job
         seen = foresee(step, batch, machines, progress)
         found: list[Remedy] = []
         if not seen.fits:
             progress("what would fit", 0.95)
-            again = (
-                (lambda **options: job.step(mesh, **options)) if isinstance(job, Job) and job.remat is None else None
-            )
-            found = [*remedies(seen, step, again)]
+            open_remat = isinstance(job, Job) and job.remat is None
+            found = [*remedies(seen, step, functools.partial(job.step, mesh) if open_remat else None)]
         if args.html:
             progress("pictures", 0.97)
             write_page(Path(args.html), seen, found)
@@ -107,6 +102,12 @@ def _search(
     return search(each, mesh.size, machines, wires=wires, progress=told)
 
 
+def _on_best(args: argparse.Namespace, job: Any, best: Option) -> Any:
+    """The job that the best option is of."""
+    job = job if args.hf else read_job(args.job, best.mesh)
+    return replace(job, remat=best.remat, wire=best.wire) if isinstance(job, Job) else job
+
+
 def _hf(args: argparse.Namespace) -> Job:
     remat = None if args.remat == "none" else args.remat
     return hugging_face(args.hf, args.rows, args.length, args.precision, remat, args.accumulate)
@@ -131,15 +132,17 @@ def read_mesh(text: str) -> Mesh:
     raise PlanError(f"--mesh {text!r}: give ranks along each axis, as 1024, 64x8 or replica=4,data=8")
 
 
-def read_wires(texts: Sequence[str]) -> list[Wire | str | None]:
+def read_wires(texts: Sequence[str], searched: bool = True) -> list[Wire | str | None]:
     """What a search tries for formats: exact transfers, and these formats of all transfers, or of sums over some axes.
 
     Raises:
-        PlanError: there is no such format.
+        PlanError: there is no such format, or no search.
 
     >>> read_wires(["int8", "replica=int4"])
     [None, 'int8', Wire(reduce={'replica': 'int4'})]
     """
+    if texts and not searched:
+        raise PlanError("--wires says what --search tries: give both, or neither")
     found: list[Wire | str | None] = [None]
     for text in texts:
         axes, equals, name = text.rpartition("=")

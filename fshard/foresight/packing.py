@@ -161,6 +161,7 @@ def _low_rank(found: tuple[Matrix, ...], numel: int, basis: int, dtype: torch.dt
 def _counted(work: Callable[[], object]) -> Need:
     """What the operators of some work need."""
     work()  # tables of formats are made once
-    with Activations([]) as seen:
+    seen = Activations([])
+    with seen:
         work()
     return seen.take()

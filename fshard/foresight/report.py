@@ -167,6 +167,6 @@ def as_json(seen: Foresight, found: Sequence[Remedy], searched: Search | None = 
 
 def _option(each: Option) -> dict[str, Any]:
     words = {"mesh": each.shape, "remat": str(each.remat or "none"), "wire": each.wire_words}
-    words |= {"policy": str(each.policy), "fits": each.fits}
+    words |= {"policy": str(each.policy)}
     numbers = {"seconds": each.seconds, "exposed_seconds": each.exposed, "peak_bytes": each.peak_bytes}
-    return {**words, **numbers, "rows_per_s": each.rows_per_s, "mfu": each.mfu}
+    return {**words, "fits": each.fits, **numbers, "rows_per_s": each.rows_per_s, "mfu": each.mfu}

@@ -71,7 +71,7 @@ def test_writing_models(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_foresight() -> None:
-    assert run(ROOT / "docs" / "foresight.md") == 2
+    assert run(ROOT / "docs" / "foresight.md") == 3
 
 
 def test_transforms() -> None:
