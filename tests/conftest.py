@@ -1,9 +1,13 @@
 """What all tests share: one thread for torch, no deadlines for examples, and the pools of gloo processes."""
 
 import gc
+import getpass
 import os
+import shutil
 import signal
+import tempfile
 from collections.abc import Iterator
+from multiprocessing.util import Finalize
 
 # Ranks inherit it: several threads a rank would fight over the cores.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -17,15 +21,31 @@ from hypothesis import settings  # noqa: E402
 from tests.shared.virtual import Job, Virtual  # noqa: E402
 from tests.shared.workers import RARELY, Pools  # noqa: E402
 
+LAST = -1000
+"""After multiprocessing has removed its own files there."""
+
 
 def pytest_configure(config: pytest.Config) -> None:
     """Keep the test process itself on one thread, and let examples take as long as a busy machine needs."""
     torch.set_num_threads(1)
+    if "PYTEST_XDIST_WORKER" not in os.environ:
+        own_temp_directory()
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in what a shell runs in the background
         signal.signal(signal.SIGINT, signal.default_int_handler)
     settings.register_profile("patient", deadline=None)
     settings.load_profile("patient")
     gc.disable()  # nothing of a collection is garbage
+
+
+def own_temp_directory() -> None:
+    """Let what ranks leave in the temp directory go with the session. Compiled kernels and pytest's folders stay."""
+    usual = tempfile.gettempdir()
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", os.path.join(usual, f"torchinductor_{getpass.getuser()}"))
+    os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", usual)
+    own = tempfile.mkdtemp(prefix="fshard-tests-")
+    os.chmod(own, 0o1777)  # as the usual one
+    Finalize(None, shutil.rmtree, (own, True), exitpriority=LAST)
+    os.environ["TMPDIR"] = tempfile.tempdir = own
 
 
 @pytest.hookimpl(tryfirst=True)

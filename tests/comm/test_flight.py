@@ -2,9 +2,11 @@
 
 import os
 import stat
+import sys
 import tempfile
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,16 +20,14 @@ import fshard as fs
 from fshard.errors import CommError, PlanError
 from fshard.runtime.comm import flight as module
 from fshard.runtime.comm.flight import RUNS, Flight, Mapped
+from fshard.runtime.comm.watchdog import Watchdog
 from fshard.runtime.execution.executor import Scheduled
 from fshard.runtime.execution.route import make_route
 from fshard.schedule import Op, Policy
 from fshard.schedule.flight import OVER, SLOTS, Record, read_records, stamped, verdict
 from fshard.schedule.ops import COMPUTE_KINDS
 from fshard.schedule.schedule import Schedule
-from tests.foresight import stuck
 from tests.schedule.test_costs import over
-from tests.shared.children import Child
-from tests.shared.workers import Pool, Pools
 
 SCHEDULE = over(3, Policy(prefetch=1))
 COMPUTES = [at for at, op in enumerate(SCHEDULE) if op.kind in COMPUTE_KINDS]
@@ -266,16 +266,21 @@ def test_a_record_may_be_written_while_the_rank_goes_on(temp: Path) -> None:
             ops: list[Op] = []
             times: list[float] = []
             flight.begin(SCHEDULE, ops, times)
-            for op in SCHEDULE:
-                times.append(time.perf_counter())
-                ops.append(op)
+            for op in SCHEDULE:  # as in an executor
+                if op.kind in COMPUTE_KINDS:
+                    ops.append(op)
+                    times.append(time.perf_counter())
+                else:
+                    times.append(time.perf_counter())
+                    ops.append(op)
             times.append(time.perf_counter())
 
     ran(flight, 1)
-    rank = threading.Thread(target=run)
+    rank, interval = threading.Thread(target=run), sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
     rank.start()
     try:
-        for _ in range(30):
+        for _ in range(100):
             flight.write(temp)
             runs: dict[int, list[int]] = {}
             for number, op in places(read_records(temp)[0]):
@@ -284,6 +289,30 @@ def test_a_record_may_be_written_while_the_rank_goes_on(temp: Path) -> None:
     finally:
         over.set()
         rank.join(20)
+        sys.setswitchinterval(interval)
+
+
+@pytest.mark.long
+def test_the_watchdog_leaves_a_record_as_long_as_a_wait_lasts(temp: Path) -> None:
+    flight = flight_of()
+    ran(flight, 3)
+    watchdog = Watchdog(0, 1.0, print, flight=flight)
+    watchdog.start()
+    try:
+        with watchdog.waiting("all-gather on control(shard)", 1):
+            until(lambda: bool([*temp.glob("*/*.flight")]))
+        assert "test_flight.py:" in read_records(temp / "fshard-job")[0].reason
+        until(lambda: not [*temp.iterdir()])
+    finally:
+        watchdog.close()
+
+
+def until(come: Callable[[], bool]) -> None:
+    """Wait until something has come about."""
+    deadline = time.monotonic() + 4.0
+    while not come():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
 
 
 def test_with_the_variable_the_mapped_file_is_the_record(temp: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -330,59 +359,3 @@ def test_a_program_may_ask_for_its_record(temp: Path) -> None:
     )
     with pytest.raises(PlanError, match="ranks without processes keep no record"):
         fs.view.record(temp, fs.virtual_mesh((2,), ("shard",)))
-
-
-@pytest.mark.long
-@pytest.mark.processes
-def test_a_rank_that_hangs_is_in_the_records_of_the_temp_directory(temp: Path) -> None:
-    own = Pool(2)
-    try:
-        error, told = own.run(stuck.told, str(temp))[0]
-    finally:
-        own.kill()
-    (folder,) = temp.glob("fshard-*")
-    assert error.splitlines()[-1] == f"`fshard trace {folder}` shows what each rank did before."
-    lines = told.splitlines()
-    assert lines[0] == "rank 0 waits for rank 1" and "'wait reduce_scatter b', of run 3" in lines[1]
-    assert "timed out" in lines[2] and "'forward layer(a.w)', of run 3, for " in lines[3] and "stuck.py:" in lines[4]
-
-
-@pytest.mark.long
-def test_a_slow_rank_leaves_a_record_only_while_it_is_slow(temp: Path, pool: Pools) -> None:
-    (temp / "ranks").mkdir()
-    for rank, (during, error) in enumerate(pool(2).run(stuck.slow, str(temp / "ranks"))):
-        assert during == (["rank0.flight", "rank1.flight"] if rank else []) and error == ""
-    assert not [*(temp / "ranks").iterdir()]
-
-
-def test_what_all_ranks_raise_together_leaves_no_record(temp: Path, pool: Pools) -> None:
-    (temp / "ranks").mkdir()
-    for rank, found in enumerate(pool(2).run(stuck.mistaken, str(temp / "ranks"))):
-        own = ["ZeroDivisionError", "DonatedError", "TreeError"]
-        assert found == (own if rank else ["PeerError"] * 3)
-    assert not [*(temp / "ranks").iterdir()]
-
-
-@pytest.mark.processes
-@pytest.mark.parametrize("writable", [True, False])
-def test_a_rank_that_is_killed(temp: Path, writable: bool) -> None:
-    around = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(stuck.free_port()), "GLOO_SOCKET_IFNAME": "lo"}
-    where, outs = str(temp) if writable else "/proc/nothing", [temp / f"printed by {rank}" for rank in range(2)]
-    ranks = []
-    for rank, out in enumerate(outs):
-        own = {**around, "WORLD_SIZE": "2", "RANK": f"{rank}", "LOCAL_RANK": f"{rank}"}
-        ranks.append(Child(stuck.killed, where, out=out, environment=own))
-    try:
-        printed = ranks[0].printed(60)
-    finally:
-        for child in ranks:
-            child.kill()
-    assert "CommError: " in printed and "rank 1" in printed
-    if not writable:
-        assert "No record of what this rank did before could be written to /proc/nothing/fshard-" in printed
-        return
-    (folder,) = temp.glob("fshard-*")
-    assert f"`fshard trace {folder}` shows what each rank did before." in printed
-    told = verdict(read_records(folder)).splitlines()
-    assert told[:2] == ["rank 1 left no record here", "rank 0 waits for rank 1"]
-    assert "'wait " in told[2] and "of run 3" in told[2] and "rank 1" in told[3]

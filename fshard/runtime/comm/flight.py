@@ -133,7 +133,8 @@ class Flight:
         rows = []
         for run in self.runs.copy():
             number = number_of(run.schedule)
-            times, ops = [*run.times], [*run.ops]  # in this order: of an op there is a time before there is the op
+            # In this order: there is a time before there is an op that communicates, and after one that computes.
+            times, ops = [*run.times], [*run.ops]
             stamps = stamped(run.schedule.ops, ops[: len(times)], times)
             rows += [RECORD.pack(seconds, run.number, op, number) for seconds, op in stamps]
             path = folder / schedule_name(self.rank, number)

@@ -47,8 +47,8 @@ class Scheduled:
             self._run_to(position)
         if self.look is not None:
             self.look(position)
-        self.times.append(perf_counter())
         self.record.append(self.ops[position])
+        self.times.append(perf_counter())
         self.cursor = position + 1
 
     def place(self, computing: bool) -> str:
