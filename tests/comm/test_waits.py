@@ -42,6 +42,7 @@ ENDED = {
     "played/cooperative.py": "played ranks: known at once when none can go on",
     "played/paused.py": "played ranks: known at once when none can go on; a poll, ended with the run",
     "runtime/memory/gradients.py": "a device: its own watchdog",
+    "foresight/packing.py": "a handle that is done: nothing is sent",
     "runtime/comm/bounded.py": "the seconds that it is given",
     "runtime/comm/exchange.py": "handles of communicators",
     "runtime/comm/gloo.py": "the timeout of the communicator, for each message; the watchdog",
