@@ -1,5 +1,6 @@
 """Calibration: a few timed steps, and the costs that they had."""
 
+from dataclasses import dataclass, field
 from statistics import median
 from time import perf_counter
 from typing import Any, Protocol
@@ -7,13 +8,18 @@ from typing import Any, Protocol
 from fshard import errors
 from fshard.arguments import expect
 from fshard.runtime.steps import Latest
-from fshard.runtime.steps.calibrate import fitted, op_times
+from fshard.runtime.steps.calibrate import fitted, op_times, steps_in
 from fshard.schedule.costs import Costs
+from fshard.schedule.fit import OpTime
 from fshard.schedule.schedule import Schedule
 from fshard.state.train_state import TrainState
 
 WARM = 2
 """Steps before those that are measured: the first allocates, compares unit graphs, and opens connections."""
+
+
+SPAN, MOST = 1.0, 100
+"""Seconds of measured steps, if steps are so short that ``rounds`` take less, and the most steps for that."""
 
 
 class Measured(Protocol):
@@ -31,6 +37,27 @@ class Measured(Protocol):
         """The schedule of the latest run."""
 
 
+@dataclass
+class Rows:
+    """Steps of one rank: the times of their ops, the seconds of the host around these, and of the steps."""
+
+    ops: list[list[OpTime]] = field(default_factory=list)
+    hosts: list[float] = field(default_factory=list)
+    seconds: list[float] = field(default_factory=list)
+
+    def take(self, step: Measured, state: TrainState, batch: Any, count: int) -> TrainState:
+        """Make some steps, and return the state after them."""
+        for _ in range(count):
+            begun = perf_counter()
+            state, _metrics = step(state, batch)
+            self.seconds.append(perf_counter() - begun)
+            latest = step.latest
+            assert latest.watch is not None
+            self.ops.append(op_times(latest.watch, len(step.schedule)))
+            self.hosts.append(self.seconds[-1] - (latest.times[-1] - latest.times[0]))
+        return state
+
+
 def calibrated(step: Measured, state: TrainState, batch: Any, rounds: int, comms: Any) -> Costs:
     """The costs that the ops of a timed step have on these ranks. Collective.
 
@@ -38,7 +65,7 @@ def calibrated(step: Measured, state: TrainState, batch: Any, rounds: int, comms
         step: the step, whose transfers are waited for as soon as they have begun.
         state: its state, which is donated.
         batch: this rank's batch.
-        rounds: steps that are measured. Those that nothing disturbed count.
+        rounds: steps that are measured at least. Those that nothing disturbed count.
         comms: the communicators of its plan.
 
     Raises:
@@ -47,14 +74,9 @@ def calibrated(step: Measured, state: TrainState, batch: Any, rounds: int, comms
     expect("calibrate(batch)", [("rounds", rounds, int, "a number of steps")])
     if rounds < 1:
         raise errors.bad_arguments("calibrate", [f"rounds={rounds}: at least 1"])
-    rows, hosts = [], []
-    for number in range(WARM + rounds):
-        begun = perf_counter()
-        state, _ = step(state, batch)
-        seconds = perf_counter() - begun
-        if number >= WARM:
-            latest = step.latest
-            assert latest.watch is not None
-            rows.append(op_times(latest.watch, len(step.schedule)))
-            hosts.append(seconds - (latest.times[-1] - latest.times[0]))
-    return fitted(comms, step.schedule, rows, max(median(hosts), 0.0))
+    rows = Rows()
+    state = Rows().take(step, state, batch, WARM)
+    state = rows.take(step, state, batch, rounds)
+    more = min(steps_in(comms, SPAN, median(rows.seconds)), MOST) - rounds
+    rows.take(step, state, batch, more)
+    return fitted(comms, step.schedule, rows.ops, max(median(rows.hosts), 0.0))

@@ -13,6 +13,7 @@ from fshard.schedule.fit import APART, OpTime, Stream, fit, settled, typical
 from fshard.schedule.footprint import footprint
 from fshard.schedule.transfers import awaited, started
 from tests.schedule.test_costs import over
+from tests.shared.workers import Pools
 
 LINK = Link(1e3, 0.001, sending=1e-3, beside=2e-3, taking=4e-3)
 
@@ -110,6 +111,15 @@ def test_a_link_that_is_as_fast_when_it_is_busy_is_a_line() -> None:
     assert fit(schedule, rows, 0.0, 1.0, "", {"shard": stream}) == fit(schedule, rows, 0.0, 1.0, "")
 
 
+def test_what_compute_loses_to_transfers_counts_where_it_is_more_than_the_time_of_their_threads() -> None:
+    schedule = over(3, APART)
+    rows = [timed(schedule, Costs(QUICK, links={"shard": LINK}, processors=0.5))]
+    for lost, found in ((5e-3, 2.5e-3), (1e-3, LINK.beside / 2)):  # two ranks share a processor
+        stream = Stream(LINK.bytes_per_s, 0.0, beside=lost)
+        links = fit(schedule, rows, 0.0, 0.5, "", {"shard": stream}).links
+        assert [link.beside for link in links.values()] == pytest.approx([found] * len(links), rel=1e-6)
+
+
 def test_code_between_units_belongs_to_the_unit_before_and_medians_count() -> None:
     schedule = over(2, APART)
     at = next(at for at, op in enumerate(schedule) if op.kind == "forward" and op.target == "u0")
@@ -179,6 +189,30 @@ def test_a_step_is_calibrated_and_stays_as_it_is() -> None:
     assert {target for kind, target in one.seconds if kind == "forward"} >= {f"layer(l{i}.w)" for i in range(4)}
     with pytest.raises(PlanError, match="rounds=0"):
         mesh.run(lambda: made(mesh)[1].calibrate(torch.ones(2, 16), rounds=0))
+
+
+def calibrated(shared: bool) -> tuple[Costs, int]:
+    """On a rank: the costs, and how often the loss has run."""
+    calls = 0
+
+    def loss(params: Any, x: torch.Tensor) -> torch.Tensor:
+        nonlocal calls
+        calls += 1
+        return torch.tanh(x @ params["w"]).square().mean()
+
+    with fs.make_mesh((-1,), ("shard",), shared_memory=shared) as mesh:
+        plan = fs.make_plan({"w": torch.eye(64)}, mesh, [(".*", fs.fsdp("shard"))])
+        step = fs.make_train_step(loss, fs.optim.sgd(0.1), plan)
+        return step.calibrate(torch.ones(2, 64), rounds=2), calls
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_ranks_measure_short_steps_longer_and_what_their_links_take_from_compute(pool: Pools, shared: bool) -> None:
+    (one, calls), (two, others) = pool(2).run(calibrated, shared)
+    assert one == two and calls == others > 20  # two warm ones, two rounds, and traces are fewer
+    link = one.links["shard"]
+    assert link.peers == 1 and link.each > 0
+    assert shared or link.beside > 0  # gloo's threads, whoever measures them
 
 
 def test_auto_times_its_first_steps_and_chooses_by_them() -> None:

@@ -1,5 +1,6 @@
 """What ops take on these ranks: from timed steps to costs that all ranks have alike."""
 
+import math
 import os
 import platform
 import socket
@@ -33,6 +34,13 @@ def op_times(watch: Stopwatch, count: int) -> list[OpTime]:
         wall, thread, process = (b - a for a, b in zip(begin, end, strict=True))
         found.append(OpTime(wall, thread, process, max(after - end[0], 0.0)))
     return found
+
+
+def steps_in(comms: Communicators, span: float, seconds: float) -> int:
+    """How many steps take so long, on the rank that takes longest for one. Collective, and the same on all ranks."""
+    row = torch.tensor([seconds], dtype=torch.float64, device="cpu")
+    slowest = exchange(comms.control, row).max() if comms.control.size > 1 else row
+    return math.ceil(span / max(float(slowest), 1e-6))
 
 
 def fitted(comms: Communicators, schedule: Schedule, steps: Sequence[Sequence[OpTime]], host: float) -> Costs:

@@ -1,14 +1,24 @@
-"""What links do when they are kept busy: a series of transfers without a pause, after one."""
+"""What links do when they are kept busy: a series of transfers without a pause, after one; and what compute loses.
 
-from collections.abc import Mapping
-from dataclasses import replace
+The processor time of a process does not tell what its transfers take from compute: the kernel carries them too, in
+nobody's name. So a series goes beside some fixed compute, which tells by how much longer it takes.
+"""
+
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from functools import partial
+from math import inf
 from statistics import median
 from time import perf_counter, sleep, thread_time
+from typing import Self
 
 import torch
 
 from fshard.runtime.comm import Communicator, exchange
 from fshard.runtime.comm.communicators import Communicators
+from fshard.runtime.comm.gloo import GlooCommunicator
+from fshard.runtime.comm.host import HostCommunicator
 from fshard.schedule.fit import Stream, settled
 from fshard.schedule.schedule import Schedule
 
@@ -26,6 +36,12 @@ MESSAGES = 40
 
 LARGEST = 4 << 20
 """Most bytes that a rank sends to each other in one of them."""
+
+WORK = 256
+"""Rows and columns of the matrix whose square is the fixed compute: it takes less than a millisecond."""
+
+TRIES = 3
+"""Series beside compute, of which the median counts."""
 
 
 def streams(comms: Communicators, schedule: Schedule) -> Mapping[str, Stream]:
@@ -47,6 +63,9 @@ def _stream(comm: Communicator, control: Communicator, sent: int, device: torch.
     """What one link does; None if that cannot be known."""
     if comm.size == 1:
         return None
+    known = Stream(inf, 0.0, _message(comm, control, device), comm.size - 1)
+    if isinstance(comm, HostCommunicator):
+        return known  # this thread copies, before and after: nothing is on its way by itself
     shard = torch.zeros(max(min(sent // (comm.size - 1), LARGEST), 1), dtype=torch.uint8, device=device)
     full = torch.empty(comm.size * shard.numel(), dtype=torch.uint8, device=device)
     exchange(control, torch.zeros(1, device="cpu"))
@@ -56,8 +75,10 @@ def _stream(comm: Communicator, control: Communicator, sent: int, device: torch.
     while not series or (series[-1][-1] < SPAN and count <= MOST):
         series.append(_series(comm, control, full, shard, count))
         count *= 2
-    found = settled(series, (comm.size - 1) * shard.numel())
-    return replace(found, each=_message(comm, control, device), peers=comm.size - 1)
+    sent = (comm.size - 1) * shard.numel()
+    found = settled(series, sent)
+    beside = _beside(comm, control, full, shard, len(series[-1])) / sent if isinstance(comm, GlooCommunicator) else 0.0
+    return replace(known, rate=found.rate, burst=found.burst, beside=beside)
 
 
 def _series(
@@ -75,6 +96,52 @@ def _series(
     row = torch.tensor(arrivals, dtype=torch.float64, device="cpu")
     times: list[float] = exchange(control, row).max(0).values.tolist()
     return times
+
+
+@dataclass
+class Compute:
+    """Fixed compute, again and again: how often it was done, and how many seconds that took."""
+
+    times: int = 0
+    seconds: float = 0.0
+
+    def take(self, over: Callable[[], bool]) -> Self:
+        """Compute until something is over."""
+        matrix = torch.ones(WORK, WORK, device="cpu")
+        begun = perf_counter()
+        while not over():
+            torch.mm(matrix, matrix)
+            self.times += 1
+        self.seconds += perf_counter() - begun
+        return self
+
+
+def _beside(comm: Communicator, control: Communicator, full: torch.Tensor, shard: torch.Tensor, count: int) -> float:
+    """The seconds that a gather takes from compute beside it, but for those of the issuing thread. Collective."""
+    lost = []
+    for _ in range(TRIES):
+        exchange(control, torch.zeros(1, device="cpu"))
+        alone = Compute().take(partial(_past, perf_counter() + PAUSE))
+        with ThreadPoolExecutor(1, "fshard: links beside compute") as pool:
+            issued = pool.submit(_timed_series, comm, control, full, shard, count)
+            beside = Compute().take(issued.done)
+        usual = beside.times * alone.seconds / max(alone.times, 1)
+        lost.append((beside.seconds - usual - issued.result()) / count)
+    own = torch.tensor([max(median(lost), 0.0)], dtype=torch.float64, device="cpu")
+    return float(exchange(control, own).mean())
+
+
+def _past(end: float) -> bool:
+    return perf_counter() > end
+
+
+def _timed_series(
+    comm: Communicator, control: Communicator, full: torch.Tensor, shard: torch.Tensor, count: int
+) -> float:
+    """The seconds of this thread in a series of gathers. Collective."""
+    begun = thread_time()
+    _series(comm, control, full, shard, count)
+    return thread_time() - begun
 
 
 def _message(comm: Communicator, control: Communicator, device: torch.device) -> float:
