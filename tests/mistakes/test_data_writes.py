@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import fshard as fs
+from tests.shared.workers import Pools
 
 
 def times(module: nn.Linear) -> None:
@@ -130,38 +131,8 @@ def on_ranks(units: list[str], reads: bool) -> list[str]:
 
 @pytest.mark.parametrize("units", [["layers.*"], []], ids=["in a unit", "outside of units"])
 @pytest.mark.parametrize("reads", [False, True], ids=["traced", "on demand"])
-def test_gathers_are_no_writes(units: list[str], reads: bool) -> None:
-    for said in fs.virtual_mesh((2,), ("shard",)).run(on_ranks, units, reads):
+def test_gathers_are_no_writes(pool: Pools, units: list[str], reads: bool) -> None:
+    for said in pool(2).run(on_ranks, units, reads):
         assert said[-1] == ""
         for (_, path), told in zip(WRITES.values(), said, strict=False):
             assert "wrote to the .data of parameters" in told and f"layers.1.{path}" in told
-
-
-def total(params: Any, x: Tensor) -> Tensor:
-    """A loss outside of units that reads a matrix through its ``.data`` alone."""
-    return (params["1"]["weight"].data * 2).sum() + params["0"]["bias"].sum() * x.sum()
-
-
-def by_value(params: Any, x: Tensor) -> Tensor:
-    """The same, of a program that reads a value."""
-    return total(params, x) if float(x.sum()) < 1e9 else total(params, 2 * x)
-
-
-def losses(fn: Callable[..., Tensor]) -> list[float]:
-    """On a rank: those of three steps."""
-    torch.manual_seed(0)
-    model = fs.split(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), "*")
-    plan = fs.make_plan(model, fs.make_mesh((-1,), ("shard",)), [(".*", fs.fsdp("shard"))])
-    opt = fs.optim.sgd(0.1)
-    step, state, found = fs.make_train_step(fn, opt, plan), fs.init_state(plan, opt, params=model.params), []
-    for _ in range(3):
-        state, metrics = step(state, torch.ones(2, 4))
-        found.append(float(metrics.loss))
-    return found
-
-
-@pytest.mark.parametrize("fn", [total, by_value])
-def test_what_code_between_units_reads_through_data_is_gathered(fn: Callable[..., Tensor]) -> None:
-    want = fs.virtual_mesh((1,), ("shard",)).run(losses, fn)[0]
-    for got in fs.virtual_mesh((2,), ("shard",)).run(losses, fn):
-        assert got == pytest.approx(want)

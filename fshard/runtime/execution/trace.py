@@ -89,7 +89,6 @@ class GlueWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self.engine, self.executor = engine, executor
         self.places = engine.plan.places()
-        self.known: dict[int | None, str] = {}  # paths of leaves, by where the memory of a tensor is
         self.fault: BaseException | None = None
         self.written: UnitError | None = None
 
@@ -120,25 +119,12 @@ class GlueWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _check_reads(self, args: Any, kwargs: Any) -> None:
         for leaf in tree.leaves((args, kwargs)):
-            path = self._path_of(leaf) if isinstance(leaf, Tensor) else ""
-            if path:
+            slot = slot_of(leaf) if isinstance(leaf, Tensor) else None
+            if slot is not None and slot.engine is self.engine:
                 try:
-                    self._note(leaf, path)
+                    self._note(leaf, slot.path)
                 except BaseException as fault:
                     self.fault = fault
-
-    def _path_of(self, x: Tensor) -> str:
-        """The path of a leaf, or, outside of units, of the leaf whose memory a tensor reads, as its ``.data`` does."""
-        slot, slots = slot_of(x), self.engine.slots
-        if slot is not None:
-            return slot.path if slot.engine is self.engine else ""
-        if self.engine.inside or self.executor.busy or storage_of(x) not in slots.storages:
-            return ""
-        place = storage_of(x) if slots.arena is None else x.data_ptr()
-        if place not in self.known:
-            found = slots.path_of(x)
-            self.known[place] = found if found in self.places else ""
-        return self.known[place]
 
     def _check_writes(self, func: Any, args: Any, kwargs: Any) -> None:
         """Note an op that writes to the memory of a parameter: ``.data`` has a version of its own, which hides it."""
