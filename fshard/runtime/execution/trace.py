@@ -41,6 +41,9 @@ DEVICE = torch.ops.prim.device.default
 SCALING = frozenset((torch.ops.aten.embedding.default, torch.ops.aten._embedding_bag.default))
 """Reads of a table whose gradient is divided by how often the batch has a row, where their fourth argument is true."""
 
+DROPPING = frozenset((torch.ops.aten.bernoulli_.float, torch.ops.aten.native_dropout.default))
+"""Draws of masks, as in dropout and stochastic depth where these are in training mode."""
+
 
 @dataclass(frozen=True)
 class Found:
@@ -83,11 +86,17 @@ class GlueWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     An exception cannot leave from here: it would pass through C++ code of torch, some of which ends the process. So the
     first fault is noted, and raised when the program is over.
+
+    Args:
+        engine: runs the program.
+        executor: is told.
+        train: whether it is a loss, and not an evaluation.
     """
 
-    def __init__(self, engine: Engine, executor: Tracing | OnDemand) -> None:
+    def __init__(self, engine: Engine, executor: Tracing | OnDemand, train: bool) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.engine, self.executor = engine, executor
+        self.engine, self.executor, self.train = engine, executor, train
+        self.drops = False
         self.places = engine.plan.places()
         self.fault: BaseException | None = None
         self.written: UnitError | None = None
@@ -98,6 +107,8 @@ class GlueWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
             raise self.fault from error
         if self.written is not None and not isinstance(error, UnitError):
             raise self.written from error
+        if self.drops and not self.train and error is None:
+            _tell_dropping()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Note slot leaves among the arguments, then run the op."""
@@ -105,8 +116,10 @@ class GlueWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return args[0].fake_device  # two thirds of all that is dispatched; the modes below add nothing to it
         if not self.engine.differentiating and self.fault is None:
             self._check_reads(args, kwargs or {})
-            if func in SCALING and torch.is_grad_enabled():
+            if func in SCALING:
                 self._note_scaled(*args)
+            elif func in DROPPING:
+                self.drops = True
             if self.written is None and getattr(getattr(func, "_schema", None), "is_mutable", False):
                 self._check_writes(func, args, kwargs or {})
         return func(*args, **(kwargs or {}))
@@ -114,7 +127,7 @@ class GlueWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _note_scaled(self, table: Tensor, ids: Tensor, _: Any = None, scaled: bool = False, *others: Any) -> None:
         """Note a table that is read with ``scale_grad_by_freq=True``."""
         slot = slot_of(table)
-        if scaled:
+        if scaled and torch.is_grad_enabled():
             self.executor.scaled[slot.path if slot is not None else "a table"] = None
 
     def _check_reads(self, args: Any, kwargs: Any) -> None:
@@ -213,7 +226,7 @@ def _traced_in(
         seen = Tracing(activations.turn)
         engine.start(seen)
         inside = without_data(batch, mode, activations, plan.mesh, own)
-        with inside, GlueWatch(engine, seen), torch.set_grad_enabled(train):
+        with inside, GlueWatch(engine, seen, train), torch.set_grad_enabled(train):
             result = engine.run(fn, fake, train)
             activations.begin_backward()
             weighted, foreign = _backward(engine, result) if train else (False, False)
@@ -287,6 +300,15 @@ def _tell_untrained(leaves: list[Tensor]) -> None:
             f"under torch.no_grad()",
             stacklevel=2,
         )
+
+
+def _tell_dropping() -> None:
+    """Say that an evaluation runs dropout: ``module.eval()`` after the split, which users know, changes nothing."""
+    warnings.warn(
+        "an evaluation draws masks, as dropout in training does. A model has the modes of its module at fs.split, and "
+        "module.eval() later does not reach it: call model.apply(..., training=False)",
+        stacklevel=2,
+    )
 
 
 def _leaves_below(total: Tensor) -> list[Tensor]:

@@ -238,8 +238,9 @@ class Runner:
                 executor.ask("the update")  # others would wait for the parts of a rank whose update has failed
                 prepared.actions.complete(given.update)
             prepared.actions.start(given.shards, None, False, given.accumulated, given.feedback)
-        watch = partial(GlueWatch, prepared.engine, executor) if isinstance(executor, OnDemand) else nullcontext
-        opened = given.shield.opened
+        watch, opened = partial[Any](nullcontext), given.shield.opened
+        if isinstance(executor, OnDemand):
+            watch = partial(GlueWatch, prepared.engine, executor, self.programs.train)
         with given.randomness():
             measured = self.passes.run(prepared.engine, executor, agreed.ready.parts, given.loss_scale, opened, watch)
         if isinstance(executor, OnDemand):
