@@ -7,6 +7,7 @@ from zlib import crc32
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from fshard import tree
 from fshard.errors import LossError
@@ -120,6 +121,26 @@ def check_differentiable(loss: Loss) -> None:
             "the loss does not depend on any trainable parameter: it must be computed from params, "
             "outside of torch.no_grad() and without .detach()"
         )
+
+
+def check_data(result: Any) -> None:
+    """Refuse what a real run of a function has made of tensors without data.
+
+    Raises:
+        LossError: its trace, a run on such tensors, has left some where the function keeps values between calls.
+    """
+    found = [x.total if isinstance(x, Mean) else x for x in tree.leaves(result)]
+    if FakeTensor in set(map(type, found)):
+        raise left_by_trace()
+
+
+def left_by_trace() -> LossError:
+    """The error of a function that reads what its trace has left where it keeps values between calls."""
+    return LossError(
+        "the function keeps tensors from one call to the next, in an object or a closure, such as a running mean or a "
+        "hidden state, and reads what its trace, a run on tensors without data, has left there. Pass what lives from "
+        "step to step in with the batch, and return it in the aux dict"
+    )
 
 
 def detached(value: Any) -> Any:

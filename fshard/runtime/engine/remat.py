@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 import torch
 
-from fshard.errors import PlanError, RematError, lines
+from fshard.errors import LossError, PlanError, RematError, lines
 from fshard.model.checkpoint_policies import SavePolicy, everything, nothing
 from fshard.model.checkpointed import checkpointed
 from fshard.model.objects import held, opaque
@@ -111,14 +111,20 @@ def _writing(unit: str, kind: str) -> RematError:
 
 @contextlib.contextmanager
 def reentrant_refused() -> Iterator[None]:
-    """Around a backward: what to do about checkpoints of the kind that torch itself advises against.
+    """Around a backward: what to do about checkpoints of the kind that torch itself advises against, and freed graphs.
 
     Raises:
         RematError: the program holds one.
+        LossError: the graph of the loss has been freed.
     """
     try:
         yield
     except RuntimeError as error:
+        if "through the graph a second time" in str(error):
+            raise LossError(
+                "a part of the loss's graph has been freed: give torch.autograd.grad in the loss retain_graph=True or "
+                "create_graph=True; and detach what is kept from an earlier step or microbatch"
+            ) from error
         if "use_reentrant=True" not in str(error):
             raise
         raise RematError(

@@ -7,11 +7,20 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import DataDependentOutputException
 
 from fshard import tree
 from fshard.runtime.engine.batch import marks_undone
 from fshard.runtime.engine.engine import Engine
-from fshard.runtime.engine.loss import Loss, check_differentiable, check_means, detached, read_loss
+from fshard.runtime.engine.loss import (
+    Loss,
+    check_data,
+    check_differentiable,
+    check_means,
+    detached,
+    left_by_trace,
+    read_loss,
+)
 from fshard.runtime.steps.finder import Fn
 from fshard.runtime.steps.records import Measured
 from fshard.runtime.steps.refusals import different_microbatches, weighted_in_backward
@@ -87,7 +96,7 @@ class Passes:
                     sink.settle()
                     if self.train:
                         with watch(), opened():
-                            loss = read_loss(engine.run(self.fn, part, True))
+                            loss = read_loss(self._called(engine, part))
                         self._check(loss, weighted, found)
                         weighted = loss.count is not None
                         seed = torch.full_like(loss.total, scale / self.divisor)
@@ -97,13 +106,22 @@ class Passes:
                         found.append(tree.map(detached, loss.aux) if loss.aux else loss.aux)
                     else:
                         with torch.no_grad(), watch(), opened():
-                            found.append(engine.run(self.fn, part, False))
+                            found.append(self._called(engine, part))
                         check_means(found[-1])
                         sink.reach("backward", ROOT, 0)
                     sink.end_microbatch()
         finally:
             engine.stop()
         return Measured(losses, found, bool(weighted))
+
+    def _called(self, engine: Engine, part: Any) -> Any:
+        """What the function returns."""
+        try:
+            result = engine.run(self.fn, part, self.train)
+        except DataDependentOutputException as error:
+            raise left_by_trace() from error
+        check_data(result)
+        return result
 
     def _check(self, loss: Loss, weighted: bool | None, before: Sequence[Any]) -> None:
         """Refuse a loss that cannot be differentiated, or is unlike those of the microbatches before."""
