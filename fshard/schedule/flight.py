@@ -8,7 +8,7 @@ import json
 import math
 import struct
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from fshard.errors import PlanError, ShardError
@@ -75,6 +75,7 @@ class Record:
         schedules: those that could be read, by number.
         reason: why it was written: what the rank raised, or where it had been for long; empty if nobody said.
         written: when, in seconds since the epoch; 0 for a ring that is written as the rank goes on.
+        lost: whether it was written because the rank gave up waiting for others.
     """
 
     rank: int
@@ -83,6 +84,7 @@ class Record:
     schedules: Mapping[int, Schedule] = field(repr=False)
     reason: str = ""
     written: float = 0.0
+    lost: bool = False
 
     @property
     def place(self) -> tuple[int, float]:
@@ -130,6 +132,7 @@ def _record(path: Path) -> Iterator[Record]:
         head = json.loads(content[:HEADER])
         rank, ranks, clock = int(head["rank"]), int(head["ranks"]), float(head["clock"])
         reason, written = str(head.get("reason", "")), float(head.get("written", 0.0))
+        lost = bool(head.get("lost"))
     except (ValueError, KeyError, TypeError):
         return
     body = content[HEADER : len(content) - (len(content) - HEADER) % RECORD.size]
@@ -142,25 +145,46 @@ def _record(path: Path) -> Iterator[Record]:
             schedules[number] = parse(text.read_text())
         except (OSError, ShardError):
             continue
-    yield Record(rank, ranks, entries, schedules, reason, written and written + clock)
+    yield Record(rank, ranks, entries, schedules, reason, written and written + clock, lost)
 
 
 def verdict(records: Sequence[Record]) -> str:
-    """Who waits for whom, in words of the schedule."""
-    known = {record.rank: record for record in records if record.entries}
+    """Who waits for whom, in words of the schedule: when the first rank gave up, if one did; else now."""
+    first, there = first_lost(records), [record for record in records if record.entries]
+    known = {record.rank: until(record, first) for record in there}
     if not known:
         return "no rank has come to an op"
     absent = [rank for rank in range(records[0].ranks) if rank not in known]
-    newest = max(max(record.entries[-1].time, record.written) for record in known.values())
     lines = [f"{ranks_text(absent)} left no record here"] if absent else []
     lines += [line for line in [_awaited(known, absent)] if line]
-    for rank, record in known.items():
-        entry = record.entries[-1]
+    return "\n".join([*lines, *_rows(there, known, first)])
+
+
+def _rows(records: Sequence[Record], known: Mapping[int, Record], first: float) -> Iterator[str]:
+    """Where each rank was when the first one gave up, if one did; else is."""
+    newest, when = first, "the first rank gave up"
+    if math.isinf(first):
+        newest = max(max(record.entries[-1].time, record.written) for record in records)
+        when = "the last record was made"
+    for record in records:
+        entry = known[record.rank].entries[-1]
         age = newest - entry.time
-        since = f", for {age:.1f} s when the last record was made" if age > 0.05 else ""
-        lines.append(f"  rank {rank} is at {record.words(entry)}{since}")
-        lines += [f"    {line}" for line in record.reason.splitlines()[:1]]
-    return "\n".join(lines)
+        since = f", for {age:.1f} s when {when}" if age > 0.05 else ""
+        since += ", and went on then" if record.entries[-1].time > first else ""
+        yield f"  rank {record.rank} is at {record.words(entry)}{since}"
+        yield from (f"    {line}" for line in record.reason.splitlines()[:1])
+
+
+def first_lost(records: Sequence[Record]) -> float:
+    """When the first rank gave up waiting for others, in the latest runs in which one did; infinity if none did."""
+    lost = [record for record in records if record.lost and record.entries]
+    latest = max((record.entries[-1].run for record in lost), default=0)
+    return min((record.written for record in lost if record.entries[-1].run >= latest - 1), default=math.inf)
+
+
+def until(record: Record, seconds: float) -> Record:
+    """The record as it was at a time: a rank that was late then may have gone on."""
+    return replace(record, entries=[entry for entry in record.entries if entry.time <= seconds] or record.entries[:1])
 
 
 def _awaited(known: Mapping[int, Record], absent: Sequence[int]) -> str:

@@ -29,6 +29,8 @@ def test_a_rank_that_hangs_is_in_the_records_of_the_temp_directory(tmp_path: Pat
     lines = told.splitlines()
     assert lines[0] == "rank 0 waits for rank 1" and "'wait reduce_scatter b', of run 3" in lines[1]
     assert "timed out" in lines[2] and "'forward layer(a.w)', of run 3, for " in lines[3] and "stuck.py:" in lines[4]
+    later = verdict(read_records(folder)).splitlines()  # the other one went on meanwhile, and learned of the failure
+    assert later[:3] == lines[:3] and later[3] == f"{lines[3]}, and went on then" and "rank 0 gave up" in later[4]
 
 
 @pytest.mark.long

@@ -143,11 +143,11 @@ def test_without_the_variable_nothing_is_recorded(tmp_path: Path, monkeypatch: p
         trained(1)
 
 
-def made(folder: Path, places: dict[int, int], ranks: int, age: float = 0.0) -> None:
+def made(folder: Path, places: dict[int, int], ranks: int, age: float = 0.0, **told: Any) -> None:
     """Records of ranks that have come to these ops of a run, and a schedule."""
     schedule = over(2, Policy(prefetch=0))
     for rank, place in places.items():
-        head = {"format": "fshard flight 1", "rank": rank, "ranks": ranks, "clock": 1000.0}
+        head = {"format": "fshard flight 1", "rank": rank, "ranks": ranks, "clock": 1000.0, **told}
         count = place + 1 if place != OVER else len(schedule)
         rows = [(1.0 + 0.01 * at + (0.0 if rank else age), 7, at, 5) for at in range(count)]
         rows += [(9.0, 7, OVER, 5)] if place == OVER else []
@@ -170,6 +170,31 @@ def test_who_waits_for_whom(tmp_path: Path) -> None:
     (tmp_path / "rank2.flight").unlink()
     told = verdict(read_records(tmp_path)).splitlines()
     assert told[:2] == ["rank 2 left no record here", "ranks 0, 1 and 3 wait for rank 2"]
+
+
+def test_a_rank_that_came_late_is_named_though_it_went_on(tmp_path: Path) -> None:
+    schedule = over(2, Policy(prefetch=0))
+    wait = next(at for at, op in enumerate(schedule) if op.kind == "wait all_gather")
+    made(tmp_path, {0: 3 * wait, 1: 3 * wait}, 3, age=0.01, lost=True, written=9.0, reason="rank 2 gave up")
+    made(tmp_path, {2: wait}, 3, lost=True, written=1.005 + 0.01 * wait, reason="rank 0 did not come")
+    told = verdict(read_records(tmp_path)).splitlines()
+    assert told[0] == "ranks 1 and 2 wait for rank 0"
+    assert told[1].startswith(f"  rank 0 is at op {wait - 1} of ") and told[1].endswith(", and went on then")
+    assert told[3].startswith(f"  rank 1 is at op {wait} of ") and told[3].endswith(", and went on then")
+    assert told[5] == f"  rank 2 is at op {wait} of {len(schedule)}, '{schedule[wait]}', of run 7"
+    assert told[2::2] == ["    rank 2 gave up", "    rank 2 gave up", "    rank 0 did not come"]
+
+
+def test_a_failure_of_long_ago_is_not_the_last_one(tmp_path: Path) -> None:
+    schedule = over(2, Policy(prefetch=0))
+    made(tmp_path, {0: 1}, 2, lost=True, written=1.005)
+    content = (tmp_path / "rank0.flight").read_bytes()
+    old = b"".join(
+        RECORD.pack(*(seconds, 3, op, number)) for seconds, _, op, number in RECORD.iter_unpack(content[HEADER:])
+    )
+    (tmp_path / "rank0.flight").write_bytes(content[:HEADER] + old)
+    made(tmp_path, {1: 4}, 2, lost=True, written=2.0)
+    assert f"rank 1 is at op 4 of {len(schedule)}" in verdict(read_records(tmp_path))
 
 
 def test_what_is_left_of_a_run_is_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -99,7 +99,7 @@ class Flight:
 
         Args:
             reason: why; ``fshard trace`` shows it.
-            lasting: whether the record stays. If not, ``withdraw`` removes it.
+            lasting: whether the rank has given up, and the record stays. If not, ``withdraw`` removes it.
 
         Returns:
             A line for an error: where the record is, or why there is none. Empty if there is nothing to tell.
@@ -126,7 +126,7 @@ class Flight:
             with suppress(Exception):
                 bounded(self._withdraw, PATIENCE, "removing the record")
 
-    def write(self, folder: Path, reason: str = "") -> None:
+    def write(self, folder: Path, reason: str = "", lost: bool = False) -> None:
         """Write the record to a folder. The file is complete or not there. Another thread may run ops meanwhile."""
         if self.mapped is not None and folder.resolve() == self.mapped.folder.resolve():
             return  # it is there already
@@ -140,7 +140,7 @@ class Flight:
             path = folder / schedule_name(self.rank, number)
             if not path.exists():
                 replace(path, str(run.schedule).encode())
-        head = header(self.rank, self.ranks, reason, time.perf_counter())
+        head = header(self.rank, self.ranks, reason, time.perf_counter(), lost)
         replace(folder / file_name(self.rank), head + b"".join(rows[-SLOTS:]))
 
     def _folder(self) -> Path:
@@ -148,17 +148,18 @@ class Flight:
         return self.mapped.folder if self.mapped else Path(tempfile.gettempdir(), f"fshard-{self.name}")
 
     def _leave(self, folder: Path, reason: str, kept: Kept | None) -> None:
+        lost = kept is not None
         with self.lock:
-            if kept is None and self.kept is not None:
+            if self.kept is not None and not lost:
                 return
-            self.kept, self.passing = kept, kept is None
+            self.kept, self.passing = kept, not lost
             if self.mapped is not None:
-                self.mapped.tell(reason)
+                self.mapped.tell(reason, lost)
                 return
             try:
-                self.write(own_folder(folder), reason)
+                self.write(own_folder(folder), reason, lost)
             except FileNotFoundError:  # another rank withdrew its record meanwhile, and the folder with it
-                self.write(own_folder(folder), reason)
+                self.write(own_folder(folder), reason, lost)
 
     def _withdraw(self) -> None:
         with self.lock:
@@ -166,7 +167,7 @@ class Flight:
                 return
             self.passing = False
             if self.mapped is not None:
-                self.mapped.tell("")
+                self.mapped.tell("", False)
                 return
             folder = self._folder()
             for path in folder.glob(f"rank{self.rank}.*"):
@@ -222,16 +223,16 @@ class Mapped:
         place += RECORD.size
         self.place = place if place < self.end else HEADER
 
-    def tell(self, reason: str) -> None:
+    def tell(self, reason: str, lost: bool) -> None:
         """Say in the file why the rank cannot go on, or where it has been for long; empty for nothing of that."""
         written = time.perf_counter() if reason else 0.0
-        self.memory[:HEADER] = header(self.rank, self.ranks, reason, written)
+        self.memory[:HEADER] = header(self.rank, self.ranks, reason, written, lost)
 
 
-def header(rank: int, ranks: int, reason: str = "", written: float = 0.0) -> bytes:
+def header(rank: int, ranks: int, reason: str = "", written: float = 0.0, lost: bool = False) -> bytes:
     """The begin of a record: a line of JSON."""
     clock = time.time() - time.perf_counter()
-    told = {"reason": reason.partition("\n")[0][:REASON], "written": written}
+    told = {"reason": reason.partition("\n")[0][:REASON], "written": written, "lost": lost}
     head = {"format": FORMAT, "rank": rank, "ranks": ranks, "clock": clock, "pid": os.getpid(), **told}
     return json.dumps(head).encode().ljust(HEADER)
 
