@@ -96,6 +96,32 @@ def test_they_are_named_on_all_ranks(name: str, make: Callable[[], Tensor], said
         assert f"batch['rows'][0] [4, 3], {said}" in told and "x.detach()" in told
 
 
+def marked_inside(known: bool) -> str:
+    """On a rank: what a step of parts says that makes such rows itself; rank 1 alone, if its program is known."""
+    plan, state, _ = made(loss)
+    grad, update, marks = fs.value_and_grad(loss, plan), fs.make_update(OPT, plan, donate=False), [not known]
+
+    def parts(state: Any, rows: Tensor) -> Any:
+        rows = rows.clone().requires_grad_() if marks[0] else rows
+        return update(state, grad(state, {"rows": (rows,)})[1])
+
+    step, rank = fs.make_step(parts, plan, donate=False), plan.mesh.rank
+    if known:
+        step(state, torch.ones(4, 3))
+        marks[0] = rank == 1
+    with pytest.raises(PeerError if known and rank != 1 else BatchError) as caught:
+        step(state, torch.ones(4, 3))
+    marks[0] = False
+    step(state, torch.ones(4, 3))
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("known", [False, True])
+def test_so_are_those_that_a_step_function_makes(known: bool) -> None:
+    for told in fs.virtual_mesh((RANKS,), ("data",)).run(marked_inside, known):
+        assert "batch['rows'][0] [4, 3], a leaf" in told
+
+
 def test_evaluations_take_them() -> None:
     plan, state, _ = made(loss)
     for make in (leaf, result):
