@@ -15,7 +15,7 @@ from fshard.parts.arguments import Arguments, Final, Result
 from fshard.parts.compose import Composition, number_of_means
 from fshard.parts.running import Bank, Number, RunningFlat, RunningMemory, Updated, memory_of
 from fshard.runtime.engine.activations import Activations
-from fshard.runtime.engine.batch import check_detached, check_even, faked, microbatches, signature
+from fshard.runtime.engine.batch import check_even, faked, microbatches, signature
 from fshard.runtime.engine.fake_fallback import needs_values
 from fshard.runtime.engine.loss import as_means, detached, read_loss
 from fshard.runtime.engine.program_mode import ProgramMode
@@ -156,8 +156,6 @@ class Recording(Composition):
     def run_pass(self, spec: PassSpec, number: int, version: int, batch: Any) -> tuple[torch.dtype, Any]:
         """Trace its function."""
         parts = microbatches(batch, spec.accumulate)
-        if spec.train:
-            check_detached(batch)
         before = self.between.take()
         with self.between.outside():
             traced = trace_in(self.mode, spec.fn, spec.plan, parts[0], spec.train, spec.remat)
