@@ -287,3 +287,44 @@ def test_a_wrong_command(argv: list[str], words: str, capsys: pytest.CaptureFixt
     """Said before the job is read, which does not exist."""
     assert main(["plan", "nothing.py:make", *argv]) == 2
     assert words in capsys.readouterr().err
+
+
+def test_whole_gradients_are_added_up_where_the_plan_of_an_option_does() -> None:
+    """Gradients that are exact until they are packed may be added up; those that travel in bfloat16 are rounded."""
+    given = job(precision=fs.Precision(reduce=torch.bfloat16), accumulate=2, batch=torch.empty(128, 512, device="meta"))
+    alone = [fs.sim.search(given, [ONE], SLOW, remats=[None], wires=[wire]).best for wire in ("int8", None)]
+    assert [option.policy.accumulation for option in alone] == ["full", "sharded"]
+    for order in ([None, "int8"], ["int8", None]):
+        assert fs.sim.search(given, [ONE], SLOW, remats=[None], wires=order).options == alone
+
+
+ON_MESH = """
+
+def make_by_axis(mesh):
+    return make() | {"rules": [(".*", fs.fsdp(mesh.axis_names[-1]))]}
+
+
+def make_packed():
+    return make() | {"wire": fs.Wire("int8", "int8")}
+"""
+
+
+def test_a_function_of_a_file_is_called_with_each_mesh(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "job.py"
+    path.write_text(JOB + ON_MESH)
+    flags = ["--mesh", "16", "--link", "eth1", "--inside", "nvlink4", "--json"]
+    assert main(["plan", f"{path}:make_by_axis", *flags, "--search", "--wires", "int8"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert "host=2,local=8" in {each["mesh"] for each in found["search"]}
+    assert found["search"][0]["seconds"] == pytest.approx(found["seconds"])
+
+
+def test_more_replicas_than_a_format_is_of_use_for_are_no_remedy(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "job.py"
+    path.write_text(JOB + ON_MESH)
+    flags = ["--mesh", "replica=4,data=2", "--memory", "1K", "--json"]
+    assert main(["plan", f"{path}:make_packed", *flags]) == 1
+    found = json.loads(capsys.readouterr().out)
+    assert found["remedies"] and not any("ranks" in each["change"] for each in found["remedies"])
