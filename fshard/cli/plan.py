@@ -2,11 +2,12 @@
 
 import argparse
 import functools
+import gc
 import json
 import math
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -28,6 +29,9 @@ from fshard.sharding.mesh import Mesh, abstract_mesh
 from fshard.sharding.wire import NAMES, Wire
 
 UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}
+
+SELDOM = 100_000
+"""New objects from one search for cycles to the next, in place of some hundreds."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -62,14 +66,14 @@ def run(args: argparse.Namespace) -> int:
     if (args.job is None) == (args.hf is None):
         raise PlanError("give either FILE.py:FUNCTION or --hf CONFIG")
     mesh, machines, wires = read_mesh(args.mesh), read_hardware(args), read_wires(args.wires, args.search)
-    with telling(args.json) as progress:
+    with telling(args.json) as progress, seldom_collected():
         progress("the model", 0.0)
         job: Any = _hf(args) if args.hf else read_job(args.job, mesh)
         searched = _search(args, job, mesh, machines, wires, progress) if args.search else None
         if searched is not None:
             job, mesh = _on_best(args, job, searched.best), searched.best.mesh
         step, batch = job.step(mesh) if isinstance(job, Job) else job
-        seen = foresee(step, batch, machines, progress)
+        seen = foresee(step, batch, machines, progress, searched.task if searched else None)
         found: list[Remedy] = []
         if not seen.fits:
             progress("what would fit", 0.95)
@@ -177,6 +181,17 @@ def read_hardware(args: argparse.Namespace) -> Hardware:
     short = args.hf is None or args.precision == "bf16"
     links = args.link, args.inside, args.per_host
     return hardware(args.device, *links, memory, args.products, args.share, short, costs, room)
+
+
+@contextmanager
+def seldom_collected() -> Iterator[None]:
+    """Inside, Python looks for cycles of objects seldom: models and traces make millions of objects and few cycles."""
+    before = gc.get_threshold()
+    gc.set_threshold(SELDOM, *before[1:])
+    try:
+        yield
+    finally:
+        gc.set_threshold(*before)
 
 
 @contextmanager

@@ -138,7 +138,6 @@ class Foresight:
 
     Attributes:
         plan: where the leaves are.
-        trace: the program, its needs and the schedule that the step was made with.
         hardware: what it would run on.
         groups: what the plan says of each group.
         state_bytes: parameter shards and optimizer state.
@@ -153,7 +152,6 @@ class Foresight:
     """
 
     plan: Plan
-    trace: Trace
     hardware: Hardware
     groups: Sequence[GroupRow]
     state_bytes: int
@@ -208,7 +206,13 @@ class Foresight:
         return self.tokens * self.plan.data_size / self.simulation.seconds if self.simulation.seconds else math.nan
 
 
-def foresee(step: TrainStep, batch: Any, hardware: Hardware, progress: Progress = lambda what, part: None) -> Foresight:
+def foresee(
+    step: TrainStep,
+    batch: Any,
+    hardware: Hardware,
+    progress: Progress = lambda what, part: None,
+    task: Task | None = None,
+) -> Foresight:
     """What a step would hold, send and take.
 
     Args:
@@ -216,14 +220,14 @@ def foresee(step: TrainStep, batch: Any, hardware: Hardware, progress: Progress 
         batch: a rank's batch; its values do not matter.
         hardware: what it would run on.
         progress: is told how far it is.
+        task: what policies are tried for, if a search knows the program already; else it is traced.
 
     Raises:
         PlanError: the program depends on values of tensors.
     """
     progress("the program, on tensors without data", 0.0)
-    found = step.trace(batch)
     plan = step.plan
-    task = task_of(step, found, plan)
+    task = task_of(step, step.trace(batch), plan) if task is None else task
     costs = hardware.of(task, plan)
     every = [*candidates(task, "deferred")]
     made: list[tuple[Candidate, Schedule]] = []
@@ -241,7 +245,6 @@ def foresee(step: TrainStep, batch: Any, hardware: Hardware, progress: Progress 
     rows, tokens = sizes(batch)
     return Foresight(
         plan,
-        found,
         hardware,
         group_rows(step, plan, schedule),
         state,

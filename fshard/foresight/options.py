@@ -6,6 +6,7 @@ from typing import Any
 
 from fshard import markup
 from fshard.arguments import size_text
+from fshard.schedule.candidates import Task
 from fshard.schedule.policy import Policy
 from fshard.schedule.simulate import time_text
 from fshard.sharding.mesh import Mesh
@@ -72,6 +73,7 @@ class Search:
         options: those that fit first, and of these the one with most rows a second first.
         refused: meshes, and formats on them, that the plan or the program refused, and why.
         words: what the step would run on.
+        task: what policies were tried for in the first option.
 
     >>> import fshard as fs, torch
     >>> job = {"model": {"w": torch.empty(64, 64, device="meta")}, "batch": torch.empty(8, 64, device="meta")}
@@ -84,6 +86,7 @@ class Search:
     options: Sequence[Option]
     refused: Mapping[str, str] = field(default_factory=dict)
     words: str = ""
+    task: Task | None = field(default=None, repr=False, compare=False)
 
     @property
     def best(self) -> Option:

@@ -43,7 +43,7 @@ def remedies(seen: Foresight, step: TrainStep, remade: Remade | None = None) -> 
     """
     limit = seen.hardware.memory or 0
     policy = seen.least.policy
-    task = task_of(step, seen.trace, seen.plan)
+    task = seen.task
     costs = seen.hardware.of(task, seen.plan)
 
     def remedy(change: str, other: Task, state: int = seen.state_bytes) -> Remedy:

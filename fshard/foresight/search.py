@@ -5,6 +5,7 @@ solves for layouts: a table of all that was tried can be read and argued with.
 """
 
 import functools
+import itertools
 import math
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -15,8 +16,10 @@ from fshard.errors import PlanError, lines
 from fshard.foresight.foresee import Hardware, Progress, model_flops, on_plan, sizes, state_bytes, task_of
 from fshard.foresight.jobs import Job, job_of
 from fshard.foresight.options import EXACT, Option, Search, shape_of, words_of
-from fshard.schedule.auto import Candidate, tried
+from fshard.schedule.auto import Candidate, timed, weighed
 from fshard.schedule.candidates import Task, candidates
+from fshard.schedule.costs import Costs
+from fshard.schedule.simulate import Simulation
 from fshard.sharding.mesh import Mesh, abstract_mesh
 from fshard.sharding.plan import Plan
 from fshard.sharding.wire import Wire
@@ -78,8 +81,14 @@ def search(
     if not found:
         problems = [f"{shape}: {why}" for shape, why in refused.items()]
         raise PlanError(lines("no mesh can be used", problems, "Give other meshes, or rules for their axes."))
-    found.sort(key=lambda each: (-each.rows_per_s, each.peak_bytes) if each.fits else (0.0, each.peak_bytes))
-    return Search(found, refused, hardware.words)
+    found.sort(key=_order)
+    return Search([option for option, _ in found], refused, hardware.words, found[0][1])
+
+
+def _order(found: tuple[Option, Task]) -> tuple[float, int]:
+    """Those that fit first, by rows a second; the others by what they hold."""
+    option, _ = found
+    return (-option.rows_per_s if option.fits else 0.0, option.peak_bytes)
 
 
 def known_formats(wires: Sequence[Wire | str | None]) -> list[Wire | str | None]:
@@ -130,13 +139,13 @@ class Programs:
 
     def tried(
         self, meshes: Sequence[Mesh], hardware: Hardware, progress: Progress
-    ) -> tuple[list[Option], dict[str, str]]:
-        """All options; and the meshes, and formats on them, that cannot be used, with the reasons.
+    ) -> tuple[list[tuple[Option, Task]], dict[str, str]]:
+        """All options, with their tasks; and the meshes, and formats on them, that cannot be used, with the reasons.
 
         Raises:
             PlanError: there are formats to try, and the job has its own.
         """
-        options: list[Option] = []
+        options: list[tuple[Option, Task]] = []
         refused: dict[str, str] = {}
         for number, mesh in enumerate(meshes):
             shape = shape_of(mesh)
@@ -149,8 +158,8 @@ class Programs:
             self._check_formats(made)
             for wire in self.wires:
                 try:
-                    for each in self._on(mesh, made, wire):
-                        options.append(_best(*each, hardware))
+                    for remat, step, batch, task in self._on(mesh, made, wire):
+                        options.append((_best(remat, step, batch, task, hardware), task))
                 except PlanError as error:
                     refused[shape + (f", {words_of(wire)}" if wire else "")] = _reason(error)
         return options, refused
@@ -202,18 +211,35 @@ def _reason(error: PlanError) -> str:
 
 
 def _best(remat: Any, step: TrainStep, batch: Any, task: Task, hardware: Hardware) -> Option:
-    """The fastest policy that fits."""
+    """The fastest policy that fits; the one that holds least, if none does."""
     plan = step.plan
     wire = EXACT if plan.source is None else plan.source.wire
     costs, state = hardware.of(task, plan), state_bytes(step, plan)
     limit = math.inf if hardware.memory is None else hardware.memory - state
-    found = [tried(task, policy, costs)[0] for policy in candidates(task, "deferred")]
     held = functools.partial(hardware.held, plan, task=task)
-    fits = [each for each in found if held(each) <= limit]
-    chosen: Candidate = min(fits, key=lambda each: (each.seconds, held(each))) if fits else min(found, key=held)
+    chosen = _fastest(task, costs, held, limit)
     rows = sizes(batch)[0] * plan.data_size
     seconds = chosen.seconds or math.nan
     mfu = model_flops(task) / (seconds * hardware.speed.peak)
-    peak = state + held(chosen)
     times = chosen.seconds, chosen.exposed, rows / seconds
-    return Option(plan.mesh, remat, wire, chosen.policy, peak, *times, mfu, bool(fits))
+    return Option(plan.mesh, remat, wire, chosen.policy, state + held(chosen), *times, mfu, held(chosen) <= limit)
+
+
+def _fastest(task: Task, costs: Costs, held: Callable[[Candidate], int], limit: float) -> Candidate:
+    """The fastest policy within a limit, and of equally fast ones the one that holds least; else the one of all.
+
+    What a policy holds takes as long to find as its time, so that is done for those alone that may be chosen.
+    """
+    runs = [*enumerate(timed(task, policy, costs) for policy in candidates(task, "deferred"))]
+    found: dict[int, Candidate] = {}
+    for _, alike in itertools.groupby(sorted(runs, key=_seconds), key=_seconds):
+        tied = {number: weighed(task, run) for number, run in alike}
+        fits = [each for each in tied.values() if held(each) <= limit]
+        if fits:
+            return min(fits, key=held)
+        found |= tied
+    return min((found[number] for number, _ in runs), key=held)
+
+
+def _seconds(run: tuple[int, Simulation]) -> float:
+    return run[1].seconds

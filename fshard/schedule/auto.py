@@ -18,7 +18,7 @@ from fshard.schedule.footprint import Footprint, Need, footprint
 from fshard.schedule.machines import Speed, unit_seconds
 from fshard.schedule.policy import UPDATES, Policy
 from fshard.schedule.schedule import Schedule
-from fshard.schedule.simulate import simulate, time_text
+from fshard.schedule.simulate import Simulation, simulate, time_text
 from fshard.schedule.transfers import item_words
 
 TIE = 1.01
@@ -219,11 +219,21 @@ def _fitting(found: Sequence[Tried], auto: Auto) -> list[Tried]:
 
 def tried(task: Task, policy: Policy, costs: Costs) -> tuple[Candidate, Schedule]:
     """What a policy would hold and take, and its schedule."""
+    run = timed(task, policy, costs)
+    return weighed(task, run), run.schedule
+
+
+def timed(task: Task, policy: Policy, costs: Costs) -> Simulation:
+    """What a policy would take."""
     schedule = build(task.program, task.under(policy).groups, policy, task.accumulate, task.train)
     kinds = {op.kind for op in schedule}
-    run = simulate(schedule, costs.only(kinds))
-    memory = footprint(schedule, task.needs or [Need(0, 0, 0)], task.graphs)
-    return Candidate(policy, memory, run.seconds, run.exposed, task.again), schedule
+    return simulate(schedule, costs.only(kinds))
+
+
+def weighed(task: Task, run: Simulation) -> Candidate:
+    """What a policy that was timed would hold, too."""
+    memory = footprint(run.schedule, task.needs or [Need(0, 0, 0)], task.graphs)
+    return Candidate(run.schedule.policy, memory, run.seconds, run.exposed, task.again)
 
 
 def _largest(schedule: Schedule, peak: Footprint) -> list[str]:

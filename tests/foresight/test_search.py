@@ -1,6 +1,7 @@
 """``fs.sim.search``: which meshes are tried, what comes first, what is refused; and ``fshard plan --search``."""
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,11 @@ from torch import Tensor
 import fshard as fs
 from fshard.cli.main import main
 from fshard.errors import PlanError
-from fshard.foresight.search import shapes
+from fshard.foresight.foresee import task_of
+from fshard.foresight.jobs import Job
+from fshard.foresight.search import _fastest, shapes
+from fshard.schedule.auto import tried
+from fshard.schedule.candidates import candidates
 from tests.foresight.test_plan import JOB
 
 WIDTH = 512
@@ -119,3 +124,36 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert (first["seconds"], first["policy"]) == (pytest.approx(found["seconds"]), found["policy"])
     assert main(flags) == 0
     assert "Meshes of 16 ranks" in capsys.readouterr().out
+
+
+def plain_best(task: Any, costs: Any, held: Any, limit: float) -> Any:
+    """What ``_fastest`` is defined to be: all policies are weighed, then compared."""
+    found = [tried(task, policy, costs)[0] for policy in candidates(task, "deferred")]
+    fits = [each for each in found if held(each) <= limit]
+    return min(fits, key=lambda each: (each.seconds, held(each))) if fits else min(found, key=held)
+
+
+@pytest.mark.parametrize("machine", [SLOW, FAST], ids=["slow", "fast"])
+@pytest.mark.parametrize("sizes", [(8,), (2, 4)])
+def test_the_fastest_is_that_of_all_policies_within_any_limit(machine: Any, sizes: tuple[int, ...]) -> None:
+    mesh = fs.abstract_mesh(sizes, ("data", "local")[: len(sizes)])
+    given = Job(**job(accumulate=2))
+    step, batch = given.step(mesh)
+    task = task_of(step, step.trace(batch), step.plan)
+    for costs in (machine.of(task, step.plan), fs.sim.Costs()):  # without costs all policies are equally fast
+        held = lambda each: each.memory.peak_bytes  # noqa: E731
+        sizes_of = sorted({held(tried(task, policy, costs)[0]) for policy in candidates(task, "deferred")})
+        assert len(sizes_of) > 5
+        for limit in (0, *(size + more for size in sizes_of for more in (-1, 0)), math.inf):
+            assert _fastest(task, costs, held, limit) == plain_best(task, costs, held, limit)
+
+
+def test_the_command_traces_a_program_once_for_each_kind_of_recomputation(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "job.py"
+    path.write_text(
+        JOB + "\n\nplain = loss\n\ndef loss(params, x):\n    print('traced')\n    return plain(params, x)\n"
+    )
+    assert main(["plan", f"{path}:make", "--mesh", "16", "--search", "--json"]) == 0
+    assert capsys.readouterr().out.count("traced") == 2  # with and without
