@@ -17,6 +17,7 @@ from fshard.foresight.foresee import Hardware, Progress, model_flops, on_plan, s
 from fshard.foresight.jobs import Job, job_of
 from fshard.foresight.options import EXACT, Option, Search, shape_of, words_of
 from fshard.schedule.auto import Candidate, timed, weighed
+from fshard.schedule.build import Builds
 from fshard.schedule.candidates import Task, candidates
 from fshard.schedule.costs import Costs
 from fshard.schedule.simulate import Simulation
@@ -136,6 +137,7 @@ class Programs:
     def __init__(self, job: Any, remats: Sequence[Any], wires: Sequence[Wire | str | None]) -> None:
         self.job, self.remats, self.wires = job, remats, wires
         self.tasks: dict[Any, Task] = {}
+        self.builds = Builds()
 
     def tried(
         self, meshes: Sequence[Mesh], hardware: Hardware, progress: Progress
@@ -159,7 +161,7 @@ class Programs:
             for wire in self.wires:
                 try:
                     for remat, step, batch, task in self._on(mesh, made, wire):
-                        options.append((_best(remat, step, batch, task, hardware), task))
+                        options.append((_best(remat, step, batch, task, hardware, self.builds), task))
                 except PlanError as error:
                     refused[shape + (f", {words_of(wire)}" if wire else "")] = _reason(error)
         return options, refused
@@ -210,14 +212,14 @@ def _reason(error: PlanError) -> str:
     return " ".join(map(str.strip, str(error).splitlines()[:2]))
 
 
-def _best(remat: Any, step: TrainStep, batch: Any, task: Task, hardware: Hardware) -> Option:
+def _best(remat: Any, step: TrainStep, batch: Any, task: Task, hardware: Hardware, builds: Builds) -> Option:
     """The fastest policy that fits; the one that holds least, if none does."""
     plan = step.plan
     wire = EXACT if plan.source is None else plan.source.wire
     costs, state = hardware.of(task, plan), state_bytes(step, plan)
     limit = math.inf if hardware.memory is None else hardware.memory - state
     held = functools.partial(hardware.held, plan, task=task)
-    chosen = _fastest(task, costs, held, limit)
+    chosen = _fastest(task, costs, held, limit, builds)
     rows = sizes(batch)[0] * plan.data_size
     seconds = chosen.seconds or math.nan
     mfu = model_flops(task) / (seconds * hardware.speed.peak)
@@ -225,12 +227,12 @@ def _best(remat: Any, step: TrainStep, batch: Any, task: Task, hardware: Hardwar
     return Option(plan.mesh, remat, wire, chosen.policy, state + held(chosen), *times, mfu, held(chosen) <= limit)
 
 
-def _fastest(task: Task, costs: Costs, held: Callable[[Candidate], int], limit: float) -> Candidate:
+def _fastest(task: Task, costs: Costs, held: Callable[[Candidate], int], limit: float, builds: Builds) -> Candidate:
     """The fastest policy within a limit, and of equally fast ones the one that holds least; else the one of all.
 
     What a policy holds takes as long to find as its time, so that is done for those alone that may be chosen.
     """
-    runs = [*enumerate(timed(task, policy, costs) for policy in candidates(task, "deferred"))]
+    runs = [*enumerate(timed(task, policy, costs, builds.build) for policy in candidates(task, "deferred"))]
     found: dict[int, Candidate] = {}
     for _, alike in itertools.groupby(sorted(runs, key=_seconds), key=_seconds):
         tied = {number: weighed(task, run) for number, run in alike}

@@ -223,9 +223,9 @@ def tried(task: Task, policy: Policy, costs: Costs) -> tuple[Candidate, Schedule
     return weighed(task, run), run.schedule
 
 
-def timed(task: Task, policy: Policy, costs: Costs) -> Simulation:
-    """What a policy would take."""
-    schedule = build(task.program, task.under(policy).groups, policy, task.accumulate, task.train)
+def timed(task: Task, policy: Policy, costs: Costs, make: Callable[..., Schedule] = build) -> Simulation:
+    """What a policy would take, with a schedule that ``make`` makes, as ``build`` does."""
+    schedule = make(task.program, task.under(policy).groups, policy, task.accumulate, task.train)
     kinds = {op.kind for op in schedule}
     return simulate(schedule, costs.only(kinds))
 

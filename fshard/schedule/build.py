@@ -15,7 +15,7 @@ part: they come first of all (``Updates.partial_first``), and an all-gather that
 compute ahead at most (``_updates_under_way``).
 """
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import replace
 
 from fshard.schedule.ops import LOCAL, GroupInfo, Op, Program
@@ -64,6 +64,33 @@ def build(
         program = program.forward_only() if isinstance(program, Stages) else replace(program, backward=())
     bare = Schedule((), tuple(groups), program, policy, accumulate, train)
     return replace(bare, ops=tuple(_Builder(bare).run(train)))
+
+
+class Builds:
+    """Schedules whose ops are built once for all groups that move alike: the sizes of what moves change no op.
+
+    A search over meshes has the same ops on most of them.
+    """
+
+    def __init__(self) -> None:
+        self.ops: dict[Hashable, tuple[Op, ...]] = {}
+
+    def build(
+        self, program: Program | Stages, groups: Sequence[GroupInfo], policy: Policy, accumulate: int, train: bool
+    ) -> Schedule:
+        """The schedule of one step, as ``build`` makes it."""
+        key = program, policy, accumulate, train, tuple([_form(group) for group in groups])
+        ops = self.ops.get(key)
+        if ops is not None and train:
+            return Schedule(ops, tuple(groups), program, policy, accumulate, train)
+        made = build(program, groups, policy, accumulate, train)
+        self.ops[key] = made.ops
+        return made
+
+
+def _form(group: GroupInfo) -> Hashable:
+    """All that ops depend on of a group: its name, and which transfers it has, and which of them send nothing."""
+    return group.name, group.trainable, tuple([(move.kind, move.sent > 0) for move in group.transfers])
 
 
 class _Builder:

@@ -18,7 +18,9 @@ from fshard.foresight.packing import packing_seconds
 from fshard.runtime.comm.packing import packed, unpack
 from fshard.runtime.engine.activations import Activations
 from fshard.schedule import build, simulate
+from fshard.schedule.build import Builds
 from fshard.schedule.candidates import candidates
+from fshard.schedule.infos import group_infos
 from fshard.schedule.ops import COMPUTE_KINDS
 from fshard.sharding.wire import WireFormat
 from tests.foresight.test_plan import JOB
@@ -328,3 +330,21 @@ def test_more_replicas_than_a_format_is_of_use_for_are_no_remedy(
     assert main(["plan", f"{path}:make_packed", *flags]) == 1
     found = json.loads(capsys.readouterr().out)
     assert found["remedies"] and not any("ranks" in each["change"] for each in found["remedies"])
+
+
+def test_schedules_are_alike_whatever_their_groups_send() -> None:
+    """``Builds`` builds ops once for all plans and numbers of ranks where they are the same, and only there."""
+    builds, alike = Builds(), 0
+    for case in steps().values():
+        for ranks in (1, 2, 4):
+            if ranks % case.replicas:
+                continue
+            plan = plan_of(case, mesh_of(case, ranks, fs.abstract_mesh))
+            step = fs.make_train_step(loss_fn, fs.optim.sgd(0.1), plan, accumulate=2)
+            program = step.trace(tuple(x.repeat(2, 1) for x in batch(0, 0))).schedule.program
+            for policy in (fs.Policy(), fs.Policy(prefetch=0, reduces=1, reshard=False)):
+                before = len(builds.ops)
+                schedule = builds.build(program, group_infos(plan), policy, 2, True)
+                assert schedule == build(program, group_infos(plan), policy, 2)
+                alike += len(builds.ops) == before
+    assert alike > 20 and len(builds.ops) > 10

@@ -16,6 +16,7 @@ from fshard.foresight.foresee import task_of
 from fshard.foresight.jobs import Job
 from fshard.foresight.search import _fastest, shapes
 from fshard.schedule.auto import tried
+from fshard.schedule.build import Builds
 from fshard.schedule.candidates import candidates
 from tests.foresight.test_plan import JOB
 
@@ -140,12 +141,13 @@ def test_the_fastest_is_that_of_all_policies_within_any_limit(machine: Any, size
     given = Job(**job(accumulate=2))
     step, batch = given.step(mesh)
     task = task_of(step, step.trace(batch), step.plan)
+    builds = Builds()
     for costs in (machine.of(task, step.plan), fs.sim.Costs()):  # without costs all policies are equally fast
         held = lambda each: each.memory.peak_bytes  # noqa: E731
         sizes_of = sorted({held(tried(task, policy, costs)[0]) for policy in candidates(task, "deferred")})
         assert len(sizes_of) > 5
         for limit in (0, *(size + more for size in sizes_of for more in (-1, 0)), math.inf):
-            assert _fastest(task, costs, held, limit) == plain_best(task, costs, held, limit)
+            assert _fastest(task, costs, held, limit, builds) == plain_best(task, costs, held, limit)
 
 
 def test_the_command_traces_a_program_once_for_each_kind_of_recomputation(
