@@ -71,8 +71,11 @@ class Hardware:
 
     def held(self, plan: Plan, tried: Candidate, task: Task) -> int:
         """Bytes that a policy holds beside the state, communicators included."""
-        needed = len(communicators(plan, tried.policy.secondary, task.axes)) + len(between(task.groups))
-        return tried.memory.peak_bytes + self.communicator * needed
+        return tried.memory.peak_bytes + self.joined(plan, tried.policy.secondary, task)
+
+    def joined(self, plan: Plan, secondary: Axes, task: Task) -> int:
+        """Bytes of communicators, with secondary shards over these axes."""
+        return self.communicator * (len(communicators(plan, secondary, task.axes)) + len(between(task.groups)))
 
 
 def hardware(

@@ -218,7 +218,11 @@ def _best(remat: Any, step: TrainStep, batch: Any, task: Task, hardware: Hardwar
     wire = EXACT if plan.source is None else plan.source.wire
     costs, state = hardware.of(task, plan), state_bytes(step, plan)
     limit = math.inf if hardware.memory is None else hardware.memory - state
-    held = functools.partial(hardware.held, plan, task=task)
+    joined = functools.cache(lambda secondary: hardware.joined(plan, secondary, task))
+
+    def held(tried: Candidate) -> int:
+        return tried.memory.peak_bytes + int(joined(tried.policy.secondary))
+
     chosen = _fastest(task, costs, held, limit, builds)
     rows = sizes(batch)[0] * plan.data_size
     seconds = chosen.seconds or math.nan
