@@ -1,8 +1,8 @@
 """Plan time: how long a plan and a schedule take on the host, for 1,000 units of 8 leaves on a mesh of 1,024 ranks.
 
 The claim: under 2 seconds, and linear in the number of units. And ``import fshard`` adds less than 0.3 seconds to
-``import torch``. ``fshard plan`` for a Llama of 70B parameters on 1,024 ranks takes under 15 seconds and 1 GiB, imports of
-PyTorch and transformers included; with ``--search``, on all shapes of so many ranks, with recomputation and without.
+``import torch``. ``fshard plan`` for a Llama of 70B parameters on 1,024 ranks takes under 15 seconds and 1 GiB, imports
+of PyTorch and transformers included; with ``--search``, on all shapes of so many ranks, with recomputation and without.
 
 What is counted is CPU time: nothing here waits, so on an idle machine it is the time that passes.
 """
