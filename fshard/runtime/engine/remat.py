@@ -94,6 +94,14 @@ def again(units: Sequence[str]) -> Remat:
     return Remat(tuple((escaped(unit), nothing) for unit in units))
 
 
+def own_generator(unit: str) -> PlanError:
+    """The error of a unit that draws from a generator of its own and is to be computed again."""
+    return PlanError(
+        f"unit {unit} draws from a torch.Generator of its own, and would draw other numbers where it is computed "
+        f"again: leave generator= out, which draws by the seed of the state, or the unit, remat=[({unit!r}, None), ...]"
+    )
+
+
 def _transforming(unit: str) -> RematError:
     return RematError(
         f"unit {unit} takes gradients by torch.func, which cannot run where it would be computed again: leave it out, "

@@ -108,7 +108,7 @@ class Units:
 
     def __init__(self, plan: Plan, slots: Slots, remat: Remat, engine: Any) -> None:
         self.reads: dict[str, Reads] = {}
-        self._plan, self._slots, self._remat, self._engine = plan, slots, remat, engine
+        self._plan, self._slots, self.remat, self._engine = plan, slots, remat, engine
         self._names: dict[tuple[str, tuple[object, ...]], str] = {}
         self._trees: dict[Unit, tuple[Any, Called]] = {}
 
@@ -136,7 +136,7 @@ class Units:
             params = tree.unflatten(spec, leaves)
         run = unit.prepare(params) if unit.prepare else functools.partial(unit.fn, params)
         called = Called(
-            name, params, leaves, self._remat.around(name, run, self._engine), self.reads[name], any(stopped)
+            name, params, leaves, self.remat.around(name, run, self._engine), self.reads[name], any(stopped)
         )
         if unit.name:
             self._trees[unit] = (given, called)

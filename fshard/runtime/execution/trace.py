@@ -27,7 +27,7 @@ from fshard.runtime.engine.engine import Engine
 from fshard.runtime.engine.fake_fallback import FakeFallback, explaining, needs_values, quiet
 from fshard.runtime.engine.loss import check_differentiable, foreign_loss, read_loss
 from fshard.runtime.engine.program_mode import ProgramMode
-from fshard.runtime.engine.remat import NO_REMAT, Remat
+from fshard.runtime.engine.remat import NO_REMAT, Remat, own_generator
 from fshard.runtime.execution.executor import OnDemand, Tracing, program_of
 from fshard.runtime.memory.slots import storage_of
 from fshard.schedule.footprint import Need
@@ -116,6 +116,8 @@ class GlueWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return args[0].fake_device  # two thirds of all that is dispatched; the modes below add nothing to it
         if not self.engine.differentiating and self.fault is None:
             self._check_reads(args, kwargs or {})
+            if kwargs and isinstance(kwargs.get("generator"), torch.Generator):
+                self._check_draws(kwargs["generator"])
             if func in SCALING:
                 self._note_scaled(*args)
             elif func in DROPPING:
@@ -123,6 +125,12 @@ class GlueWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if self.written is None and getattr(getattr(func, "_schema", None), "is_mutable", False):
                 self._check_writes(func, args, kwargs or {})
         return func(*args, **(kwargs or {}))
+
+    def _check_draws(self, generator: torch.Generator) -> None:
+        """Note a unit that draws from a generator of its own, and would draw other numbers where it is run again."""
+        unit = self.engine.inside
+        if unit and self.engine.units.remat.of(unit) is not None and generator is not torch.default_generator:
+            self.fault = own_generator(unit)
 
     def _note_scaled(self, table: Tensor, ids: Tensor, _: Any = None, scaled: bool = False, *others: Any) -> None:
         """Note a table that is read with ``scale_grad_by_freq=True``."""

@@ -11,7 +11,6 @@ arrive, across units. A sum made inside of a unit would be another order, so the
 import enum
 import itertools
 import math
-import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -23,6 +22,7 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fshard import tree
+from fshard.model import draws
 from fshard.model.checkpoint_policies import SavePolicy
 from fshard.runtime.engine.fake_fallback import quiet
 from fshard.runtime.memory.slots import storage_of
@@ -180,7 +180,7 @@ class Joint:
 
 def inspect(source: Source) -> Result:
     """Run the unit on fake tensors and describe its result, or raise ``Untraceable``."""
-    python = random.getstate()
+    before = draws.states()
     with quiet(), FakeTensorMode() as mode, NoRealTensors():  # type: ignore[no-untyped-call]
         leaves, inputs = source.fakes()
         watched = [*leaves, *inputs]
@@ -188,9 +188,9 @@ def inspect(source: Source) -> Result:
         flat, spec = tree.flatten(source.call(leaves, inputs))
     if versions != [x._version for x in watched]:
         raise Untraceable("it writes in place to what it was given")
-    if random.getstate() != python:
-        random.setstate(python)
-        raise Untraceable("it draws from Python's random, whose numbers would be the same in every step")
+    if draws.drawn(before, draws.states()):
+        draws.restore(before)
+        raise Untraceable("it draws from Python's random or numpy's, whose numbers would be the same in every step")
     found: list[tuple[str, Any]] = []
     outputs: list[Tensor] = []
     storages = {key for x in watched if (key := storage_of(x)) is not None}
