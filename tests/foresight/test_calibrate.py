@@ -1,5 +1,6 @@
 """Calibration: known costs are found again, real steps are timed, and a choice goes by what they took."""
 
+import os
 from typing import Any
 
 import pytest
@@ -213,6 +214,28 @@ def test_ranks_measure_short_steps_longer_and_what_their_links_take_from_compute
     link = one.links["shard"]
     assert link.peers == 1 and link.each > 0
     assert shared or link.beside > 0  # gloo's threads, whoever measures them
+
+
+def bound() -> tuple[float, int, str]:
+    """On a rank that may run on one processor: the processors of a rank, and what costs say of the machine."""
+    every = sorted(os.sched_getaffinity(0))
+    with fs.make_mesh((-1,), ("shard",)) as mesh:
+        plan = fs.make_plan({"w": torch.eye(8)}, mesh, [(".*", fs.fsdp("shard"))])
+        step = fs.make_train_step(lambda params, x: (x @ params["w"]).sum(), fs.optim.sgd(0.1), plan)
+        try:
+            os.sched_setaffinity(0, {every[mesh.rank % len(every)]})
+            costs = step.calibrate(torch.ones(2, 8), rounds=1)
+        finally:
+            os.sched_setaffinity(0, set(every))
+    return costs.processors, len(every), costs.machine
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="processes cannot be bound to processors here")
+def test_ranks_that_are_bound_to_processors_of_their_own_do_not_share_them(pool: Pools) -> None:
+    found = pool(2).run(bound)
+    (count, every, machine), _ = found
+    assert count == min(every, 2) / 2 and f"{min(every, 2)} processors" in machine
+    assert len({words for _, _, words in found}) == 1
 
 
 def test_auto_times_its_first_steps_and_chooses_by_them() -> None:

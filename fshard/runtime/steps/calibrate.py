@@ -9,9 +9,8 @@ from collections.abc import Sequence
 import torch
 
 from fshard.errors import PlanError
-from fshard.runtime.comm import exchange
+from fshard.runtime.comm import exchange, exchange_text
 from fshard.runtime.comm.communicators import Communicators
-from fshard.runtime.comm.facts import digest
 from fshard.runtime.execution.timed import Stopwatch
 from fshard.runtime.steps.streams import streams
 from fshard.schedule.costs import Costs
@@ -47,15 +46,11 @@ def fitted(comms: Communicators, schedule: Schedule, steps: Sequence[Sequence[Op
     """The costs of some steps, equal on all ranks. Collective."""
     control, busy = comms.control, streams(comms, schedule)
     own = [(time.wall, time.thread, time.process, time.gap) for time in typical(steps)]
-    here = digest(socket.gethostname()) % 2**52
-    row = torch.tensor(
-        [here, host, *(number for numbers in own for number in numbers)], dtype=torch.float64, device="cpu"
-    )
-    rows = exchange(control, row) if control.size > 1 else row[None]
-    together = max(int((rows[:, 0] == host_).sum()) for host_ in rows[:, 0])
-    ranks = [[*times_of(each[2:].reshape(-1, 4).tolist())] for each in rows]
-    place = machine(control.size, together)
-    return fit(schedule, ranks, float(rows[:, 1].mean()), processors() / together, place, busy)
+    row = torch.tensor([host, *(number for numbers in own for number in numbers)], dtype=torch.float64, device="cpu")
+    rows = exchange(control, row)
+    places = [place_of(text) for text in exchange_text(control, place())]
+    ranks = [[*times_of(each[1:].reshape(-1, 4).tolist())] for each in rows]
+    return fit(schedule, ranks, float(rows[:, 0].mean()), processors(places), machine(places), busy)
 
 
 def fitted_by_all(comms: Communicators, schedule: Schedule, steps: Sequence[Sequence[OpTime]]) -> Costs | None:
@@ -64,15 +59,41 @@ def fitted_by_all(comms: Communicators, schedule: Schedule, steps: Sequence[Sequ
     return fitted(comms, schedule, steps, 0.0) if bool(has.all()) else None
 
 
-def processors() -> int:
-    """The processors that this process may run on."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+Place = tuple[str, frozenset[int]]
+"""The host of a rank, and the processors that it may run on."""
 
 
-def machine(ranks: int, together: int) -> str:
+def place() -> str:
+    """Where this rank is, as text."""
+    known = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
+    return f"{sum(1 << number for number in known):x} {socket.gethostname()}"
+
+
+def place_of(text: str) -> Place:
+    """The same, read back.
+
+    >>> place_of("5 node1")
+    ('node1', frozenset({0, 2}))
+    """
+    mask, _, host = text.partition(" ")
+    bits = bin(int(mask, 16))[:1:-1]
+    return host, frozenset([number for number, bit in enumerate(bits) if bit == "1"])
+
+
+def processors(places: Sequence[Place]) -> float:
+    """The processors that a rank has, on average. Ranks that may run on the same ones share them.
+
+    >>> processors([("node1", frozenset({0, 1}))] * 4), processors([("node1", frozenset({i})) for i in range(2)])
+    (0.5, 1.0)
+    """
+    return len({(host, number) for host, numbers in places for number in numbers}) / len(places)
+
+
+def machine(places: Sequence[Place]) -> str:
     """What costs were measured on, in words."""
-    threads = torch.get_num_threads()
+    threads, hosts = torch.get_num_threads(), [host for host, _ in places]
+    together, count = max(map(hosts.count, hosts)), round(processors(places) * len(places))
     return (
-        f"{platform.machine()} with {processors()} processors, {ranks} ranks, {together} on one host, {threads} "
+        f"{platform.machine()} with {count} processors, {len(places)} ranks, {together} on one host, {threads} "
         f"threads each, PyTorch {torch.__version__}"
     )
