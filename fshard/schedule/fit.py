@@ -8,7 +8,7 @@ of transfers tells its steady rate, and how many bytes go before that at once.
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from statistics import fmean
+from statistics import fmean, median
 from types import MappingProxyType
 
 from fshard.errors import PlanError
@@ -19,7 +19,7 @@ from fshard.schedule.schedule import Schedule
 from fshard.schedule.transfers import Transfer, awaited, started
 
 DISTURBED = 1.15
-"""Steps that take this times the fastest were disturbed."""
+"""Steps that take this times the median one were disturbed."""
 
 TURNS = 3
 """Steps until bursts are as in all later ones."""
@@ -43,13 +43,14 @@ Row = Sequence[OpTime]
 
 
 def typical(rows: Sequence[Row]) -> list[OpTime]:
-    """The means of several steps of one schedule, of those that were about as fast as the fastest.
+    """The means of several steps of one schedule, of those that took not much more than half of them.
 
     Processors of shared machines are taken away for milliseconds at a time: such steps do not count. Medians of ops
-    would not do: now one op of a step is late and now another, and the sum of their medians is less than any step.
+    would not do: now one op of a step is late and now another, and the sum of their medians is less than any step. Nor
+    would steps as fast as the fastest: the more are measured, the faster it is.
     """
     totals = [sum(time.wall + time.gap for time in row) for row in rows]
-    calm = [row for row, total in zip(rows, totals, strict=True) if total <= DISTURBED * min(totals)]
+    calm = [row for row, total in zip(rows, totals, strict=True) if total <= DISTURBED * median(totals)]
     fields = ("wall", "thread", "process", "gap")
     columns = zip(*calm, strict=True)
     return [OpTime(*(fmean([getattr(time, name) for time in column]) for name in fields)) for column in columns]

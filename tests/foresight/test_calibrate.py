@@ -141,6 +141,11 @@ def test_costs_add_up_to_the_steps_that_nothing_disturbed() -> None:
     assert sum(time.wall for time in typical([*rows, slow])) == pytest.approx(len(schedule) + 0.1)
 
 
+def test_one_step_that_was_faster_than_all_others_does_not_decide() -> None:
+    usual, lucky = [OpTime(1.0, 1.0, 1.0, 0.0)], [OpTime(0.8, 0.8, 0.8, 0.0)]
+    assert typical([usual] * 4 + [lucky])[0].wall == pytest.approx(0.96)
+
+
 def test_too_few_processors_are_taken_out_of_what_was_measured() -> None:
     schedule = over(2, APART)
     row = [OpTime(1.0, 1.0, 1.0, 0.0) for _ in schedule]
