@@ -64,7 +64,7 @@ def paths(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]
 
     Raises:
         TreeError: it is not a nested dict; a key is not a string, is empty, or holds a dot; or a dict inside of it is
-            empty, of which no path could tell.
+            empty, which no path would show.
 
     >>> dict(paths({"a": {"w": 1, "b": 2}, "c": 3}))
     {'a.w': 1, 'a.b': 2, 'c': 3}

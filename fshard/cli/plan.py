@@ -140,7 +140,7 @@ def read_wires(texts: Sequence[str], searched: bool = True) -> list[Wire | str |
     """What a search tries for formats: exact transfers, and these formats of all transfers, or of sums over some axes.
 
     Raises:
-        PlanError: there is no such format, or no search.
+        PlanError: a format is unknown, or formats are given without a search.
 
     >>> read_wires(["int8", "replica=int4"])
     [None, 'int8', Wire(reduce={'replica': 'int4'})]

@@ -1,4 +1,4 @@
-"""The random generators of Python and of numpy, of which a process has one each, as values that can be put back."""
+"""The states of the random generators of Python and numpy, as values that can be put back."""
 
 import random
 import sys

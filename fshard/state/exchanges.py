@@ -90,7 +90,7 @@ class Exchanges(NamedTuple):
         """The exchanges of a text.
 
         Raises:
-            ValueError, TypeError, KeyError: it is no such text.
+            ValueError, TypeError, KeyError: the text is not that of exchanges.
         """
         try:
             found = json.loads(text)

@@ -12,7 +12,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -28,6 +27,7 @@ from fshard.schedule.flight import OVER, SLOTS, Record, read_records, stamped, v
 from fshard.schedule.ops import COMPUTE_KINDS
 from fshard.schedule.schedule import Schedule
 from tests.schedule.test_costs import over
+from tests.shared.small_steps import trained
 
 SCHEDULE = over(3, Policy(prefetch=1))
 COMPUTES = [at for at, op in enumerate(SCHEDULE) if op.kind in COMPUTE_KINDS]
@@ -329,18 +329,6 @@ def test_with_the_variable_the_mapped_file_is_the_record(temp: Path, monkeypatch
     (record,) = read_records(temp / "run")
     assert places(record) == [(1, 0), (1, 1), (1, 2), (1, 3)] and record.reason.startswith("rank 1 did not come")
     assert [path.name for path in temp.iterdir()] == ["run"]
-
-
-def trained(mesh: fs.Mesh, steps: int) -> Any:
-    """A step on one rank, after some runs."""
-    params = {f"l{i}": torch.eye(4) for i in range(2)}
-    plan = fs.make_plan(params, mesh, [(".*", fs.fsdp("shard"))])
-    opt = fs.optim.sgd(0.1)
-    step = fs.make_train_step(lambda p, x: (x @ p["l0"] @ p["l1"]).sum(), opt, plan)
-    state = fs.init_state(plan, opt, params=params)
-    for _ in range(steps):
-        state, _ = step(state, torch.ones(2, 4))
-    return step
 
 
 def test_a_program_may_ask_for_its_record(temp: Path) -> None:

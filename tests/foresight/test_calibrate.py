@@ -1,5 +1,6 @@
 """Calibration: known costs are found again, real steps are timed, and a choice goes by what they took."""
 
+import math
 import os
 from typing import Any
 
@@ -8,6 +9,7 @@ import torch
 
 import fshard as fs
 from fshard.errors import PlanError
+from fshard.runtime.steps.streams import streams
 from fshard.schedule import Costs, Link, Policy, Schedule, check, simulate
 from fshard.schedule.auto import Rates
 from fshard.schedule.fit import APART, OpTime, Stream, fit, settled, typical
@@ -197,8 +199,8 @@ def test_a_step_is_calibrated_and_stays_as_it_is() -> None:
         mesh.run(lambda: made(mesh)[1].calibrate(torch.ones(2, 16), rounds=0))
 
 
-def calibrated(shared: bool) -> tuple[Costs, int]:
-    """On a rank: the costs, and how often the loss has run."""
+def calibrated(shared: bool) -> tuple[Costs, int, float]:
+    """On a rank: the costs, how often the loss has run, and the rate of the link that is kept busy."""
     calls = 0
 
     def loss(params: Any, x: torch.Tensor) -> torch.Tensor:
@@ -209,12 +211,14 @@ def calibrated(shared: bool) -> tuple[Costs, int]:
     with fs.make_mesh((-1,), ("shard",), shared_memory=shared) as mesh:
         plan = fs.make_plan({"w": torch.eye(64)}, mesh, [(".*", fs.fsdp("shard"))])
         step = fs.make_train_step(loss, fs.optim.sgd(0.1), plan)
-        return step.calibrate(torch.ones(2, 64), rounds=2), calls
+        costs = step.calibrate(torch.ones(2, 64), rounds=2)
+        return costs, calls, streams(step.programs.comms, step.trace(torch.ones(2, 64)).schedule)["shard"].rate
 
 
 @pytest.mark.parametrize("shared", [True, False])
 def test_ranks_measure_short_steps_longer_and_what_their_links_take_from_compute(pool: Pools, shared: bool) -> None:
-    (one, calls), (two, others) = pool(2).run(calibrated, shared)
+    (one, calls, rate), (two, others, _) = pool(2).run(calibrated, shared)
+    assert math.isinf(rate) is shared  # shared memory has none: the thread that computes copies
     assert one == two and calls == others > 20  # two warm ones, two rounds, and traces are fewer
     link = one.links["shard"]
     assert link.peers == 1 and link.each > 0

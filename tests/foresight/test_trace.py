@@ -19,6 +19,7 @@ from fshard.view.chrome import TRACKS
 from tests.foresight import stuck
 from tests.schedule.test_costs import SECONDS, over
 from tests.shared.children import Child
+from tests.shared.small_steps import trained
 from tests.shared.workers import Pool, await_files
 
 FIELDS = {
@@ -107,24 +108,17 @@ def test_what_is_no_run(tmp_path: Path) -> None:
     assert not [*tmp_path.iterdir()]
 
 
-def trained(steps: int = 3) -> Any:
-    """A step on one rank, after some runs."""
+def recorded(steps: int = 3) -> Any:
+    """A step on one rank, after some runs, whose mesh is closed."""
     with fs.make_mesh((1,), ("shard",)) as mesh:
-        params = {f"l{i}": torch.eye(4) for i in range(2)}
-        plan = fs.make_plan(params, mesh, [(".*", fs.fsdp("shard"))])
-        opt = fs.optim.sgd(0.1)
-        step = fs.make_train_step(lambda p, x: (x @ p["l0"] @ p["l1"]).sum(), opt, plan)
-        state = fs.init_state(plan, opt, params=params)
-        for _ in range(steps):
-            state, _ = step(state, torch.ones(2, 4))
-    return step
+        return trained(mesh, steps)
 
 
 def test_a_real_run_is_recorded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("FSHARD_RECORD", str(tmp_path))
-    step = trained()
+    step = recorded()
     (record,) = read_records(tmp_path)
     texts = [str(op) for op in step.schedule]
     assert [entry.op for entry in record.entries if entry.run == 3] == [*range(len(texts)), OVER]
@@ -136,11 +130,11 @@ def test_a_real_run_is_recorded(
 def test_without_the_variable_nothing_is_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("FSHARD_RECORD", raising=False)
     monkeypatch.chdir(tmp_path)
-    trained(1)
+    recorded(1)
     assert not [*tmp_path.iterdir()]
     monkeypatch.setenv("FSHARD_RECORD", "/proc/nothing")
     with pytest.raises(PlanError, match="FSHARD_RECORD=/proc/nothing: no record can be kept there"):
-        trained(1)
+        recorded(1)
 
 
 def made(folder: Path, places: dict[int, int], ranks: int, age: float = 0.0, **told: Any) -> None:
@@ -222,7 +216,7 @@ def test_ops_are_ranges_of_the_profiler(tmp_path: Path, monkeypatch: pytest.Monk
     for folder in ("", str(tmp_path)):
         monkeypatch.setenv("FSHARD_RECORD", folder)
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
-            step = trained(1)
+            step = recorded(1)
         seen = [event.name for event in profile.events() if event.name.startswith("fshard ")]
         assert seen == [f"fshard {op}" for op in step.schedule]
     assert len(read_records(tmp_path)[0].entries) == len(step.schedule) + 1

@@ -38,8 +38,7 @@ def op_times(watch: Stopwatch, count: int) -> list[OpTime]:
 def steps_in(comms: Communicators, span: float, seconds: float) -> int:
     """How many steps take so long, on the rank that takes longest for one. Collective, and the same on all ranks."""
     row = torch.tensor([seconds], dtype=torch.float64, device="cpu")
-    slowest = exchange(comms.control, row).max() if comms.control.size > 1 else row
-    return math.ceil(span / max(float(slowest), 1e-6))
+    return math.ceil(span / max(float(exchange(comms.control, row).max()), 1e-6))
 
 
 def fitted(comms: Communicators, schedule: Schedule, steps: Sequence[Sequence[OpTime]], host: float) -> Costs:

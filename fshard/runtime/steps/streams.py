@@ -1,7 +1,7 @@
 """What links do when they are kept busy: a series of transfers without a pause, after one; and what compute loses.
 
-The processor time of a process does not tell what its transfers take from compute: the kernel carries them too, in
-nobody's name. So a series goes beside some fixed compute, which tells by how much longer it takes.
+The processor time of a process does not tell what its transfers take from compute: the kernel carries them too, and
+counts that for no process. So a series runs beside some fixed compute, and the delay of the compute is what it takes.
 """
 
 from collections.abc import Callable, Mapping
@@ -41,7 +41,7 @@ WORK = 256
 """Rows and columns of the matrix whose square is the fixed compute: it takes less than a millisecond."""
 
 TRIES = 3
-"""Series beside compute, of which the median counts."""
+"""Series beside compute. Their median counts."""
 
 
 def streams(comms: Communicators, schedule: Schedule) -> Mapping[str, Stream]:
