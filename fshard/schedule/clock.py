@@ -59,8 +59,9 @@ class Clock:
         self.now: Time = 0.0
         self.owed: Time = 0.0
         self.done: Time = 0.0
-        self.lanes: dict[str, Time] = {}
+        self.lanes: dict[str, list[Time]] = {}  # when each transfer of a communicator has arrived
         self.steady: dict[str, Time] = {}
+        self.until: dict[str, Time] = {}  # when all transfers of a wire have arrived
         self.arrivals: dict[tuple[str, str], tuple[Time, Time]] = {}
         self.ticks = Ticks()
 
@@ -77,7 +78,7 @@ class Clock:
         """Begin a step, in which links would be done at these times at their steady rates."""
         self.steady, self.now = steady, 0.0 * self.now
         self.owed = self.done = 0.0
-        self.lanes, self.arrivals, self.ticks = {}, {}, Ticks()
+        self.lanes, self.until, self.arrivals, self.ticks = {}, {}, {}, Ticks()
 
     def _all(self) -> Ticks:
         ticks = self.ticks
@@ -127,18 +128,21 @@ class Clock:
         """Begin and end of a transfer that is started now."""
         wire, link = self.costs.carrier(transfer)
         self._work(op, seconds + transfer.sent * link.sending)
-        comm = f"{transfer.kind}({transfer.axes})"
-        start = self.larger(self.meet(self.now, transfer.axes), self.lanes.get(comm, 0.0)) + link.latency
-        start = self.larger(start, self.lanes.get(f"wire {wire}", 0.0))
+        lane = self.lanes.setdefault(f"{transfer.kind}({transfer.axes})", [])
+        free = lane[-link.together] if len(lane) >= link.together else 0.0
+        start = self.larger(self.meet(self.now, transfer.axes), free) + link.latency
         # When the link would be done at its steady rate, without the burst (the generic cell rate algorithm).
-        steady = self.larger(start, self.steady.get(wire, 0.0)) + transfer.sent / link.bytes_per_s
+        before, ahead = self.steady.get(wire, 0.0), link.burst / link.bytes_per_s
+        start = self.larger(start, before - ahead)
+        steady = self.larger(start, before) + transfer.sent / link.bytes_per_s
+        end = self.larger(start + transfer.sent / link.peak, steady - ahead)
         self.steady[wire] = steady
-        end = self.larger(start + transfer.sent / link.peak, steady - link.burst / link.bytes_per_s)
-        carried = self.read(end - start)
-        self.lanes[comm] = self.lanes[f"wire {wire}"] = end
+        lane.append(end)
+        until = self.larger(start, self.until.get(wire, 0.0))
+        self.until[wire] = self.larger(until, end)
         self.owed = self.owed + transfer.sent * link.beside * self.slow * self.shared
         self.arrivals[op.kind, op.target] = end, self.owed
-        self.ticks.busy[wire] = self.ticks.busy.get(wire, 0.0) + carried
+        self.ticks.busy[wire] = self.ticks.busy.get(wire, 0.0) + self.read(self.until[wire] - until)
         self.ticks.sent += transfer.sent
         return start, end
 

@@ -23,6 +23,9 @@ from fshard.sharding.mesh import Mesh
 FORMAT = "fshard costs 1"
 
 
+USUAL = (("peak", math.inf), ("together", 1))
+
+
 @dataclass(frozen=True, repr=False)
 class Link:
     """What carries transfers, and what it takes from the processor that computes.
@@ -35,9 +38,11 @@ class Link:
         taking: seconds of the device for each byte, at the wait.
         burst: bytes that go at once after a pause. Links that are shaped, as those of most virtual machines, let so
             many pass (a token bucket), and gain them again at their rate while nothing is sent.
-        peak: bytes a second in a burst.
+        peak: bytes a second of a transfer that has the link for itself, or in a burst. Where ranks answer each other
+            before they go on, several transfers keep a link busier than one does.
         each: seconds of the device for the message to a peer, and that from it, where each peer has one.
         peers: with how many peers the costs of starts and waits were measured; 0 if that is not known.
+        together: transfers of one communicator that are on their way at once. The others wait for their turn.
 
     Raises:
         PlanError: a rate that is not positive, or a negative time or size.
@@ -55,6 +60,7 @@ class Link:
     peak: float = math.inf
     each: float = 0.0
     peers: int = 0
+    together: int = 1
 
     def __post_init__(self) -> None:
         expect("fs.sim.Link", [(name, value, (int, float), "a number") for name, value in vars(self).items()])
@@ -67,13 +73,14 @@ class Link:
                 problems.append(f"{name}={getattr(self, name)!r} is not a number of seconds")
         if not 0 <= self.burst < math.inf:
             problems.append(f"burst={self.burst!r} is not a number of bytes")
+        if not self.together >= 1:
+            problems.append(f"together={self.together!r}: at least 1")
         if problems:
             raise refusals.bad_costs(problems)
 
     def __repr__(self) -> str:
         shown = {name: value for name, value in vars(self).items() if value or name == "latency"}
-        if self.peak == math.inf:
-            del shown["peak"]
+        shown = {name: value for name, value in shown.items() if (name, value) not in USUAL}
         return f"Link({', '.join(f'{name}={value!r}' for name, value in shown.items())})"
 
 
@@ -275,7 +282,8 @@ def _plain(link: Link) -> dict[str, float | None]:
 
 def _link(values: Mapping[str, Any]) -> Link:
     found = {name: math.inf if value is None else float(value) for name, value in values.items()}
-    return Link(**{**found, "peers": int(found.get("peers", 0))})  # type: ignore[arg-type]
+    counts = {name: int(found.get(name, usual)) for name, usual in (("peers", 0), ("together", 1))}
+    return Link(**{**found, **counts})  # type: ignore[arg-type]
 
 
 def _split(seconds: Mapping[str, Any]) -> list[tuple[str, str, str, Any]]:

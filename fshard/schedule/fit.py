@@ -6,9 +6,9 @@ of transfers tells its steady rate, and how many bytes go before that at once.
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from statistics import fmean, median
+from statistics import fmean
 from types import MappingProxyType
 
 from fshard.errors import PlanError
@@ -18,8 +18,8 @@ from fshard.schedule.policy import Policy
 from fshard.schedule.schedule import Schedule
 from fshard.schedule.transfers import Transfer, awaited, started
 
-DISTURBED = 1.15
-"""Steps that take this times the median one were disturbed."""
+CALM, LEAST = 10, 3
+"""One in so many steps is taken to be as fast as nothing had disturbed it, and so many at least."""
 
 TURNS = 3
 """Steps until bursts are as in all later ones."""
@@ -42,17 +42,27 @@ Row = Sequence[OpTime]
 """The ops of a step."""
 
 
-def typical(rows: Sequence[Row]) -> list[OpTime]:
-    """The means of several steps of one schedule, of those that took not much more than half of them.
+def calm(totals: Sequence[Sequence[float]]) -> list[int]:
+    """The numbers of the steps that nothing disturbed: the fastest tenth, by the slowest rank.
 
-    Processors of shared machines are taken away for milliseconds at a time: such steps do not count. Medians of ops
-    would not do: now one op of a step is late and now another, and the sum of their medians is less than any step. Nor
-    would steps as fast as the fastest: the more are measured, the faster it is.
+    Processors of shared machines are taken away, for milliseconds or for seconds: that makes steps slower and never
+    faster. The fastest one would not do: the more are measured, the faster it is.
+
+    Args:
+        totals: the seconds of each step, on each rank.
+
+    >>> calm([[5.0, 1.0, 9.0, 2.0, 4.0], [5.0, 2.0, 1.0, 1.0, 4.0]])
+    [1, 3, 4]
     """
-    totals = [sum(time.wall + time.gap for time in row) for row in rows]
-    calm = [row for row, total in zip(rows, totals, strict=True) if total <= DISTURBED * median(totals)]
+    slowest = [max(column) for column in zip(*totals, strict=True)]
+    count = max(len(slowest) // CALM, min(LEAST, len(slowest)))
+    return sorted(sorted(range(len(slowest)), key=slowest.__getitem__)[:count])
+
+
+def mean(rows: Sequence[Row]) -> list[OpTime]:
+    """The means of some steps. Medians of ops would not do: now one op is late and now another."""
     fields = ("wall", "thread", "process", "gap")
-    columns = zip(*calm, strict=True)
+    columns = zip(*rows, strict=True)
     return [OpTime(*(fmean([getattr(time, name) for time in column]) for name in fields)) for column in columns]
 
 
@@ -66,6 +76,7 @@ class Stream:
         each: seconds of its thread for the message to a peer, and that from it.
         peers: how many it has.
         beside: seconds that other threads, and the kernel, take from compute for each byte.
+        together: transfers of a communicator that may be on their way at once.
     """
 
     rate: float
@@ -73,6 +84,7 @@ class Stream:
     each: float = 0.0
     peers: int = 0
     beside: float = 0.0
+    together: int = 1
 
 
 NO_STREAMS: Mapping[str, Stream] = MappingProxyType({})
@@ -84,23 +96,34 @@ SLOWER = 1.1
 SETTLED = 1.25
 """A series has come to the steady rate if its second half was no faster than this, compared with that rate."""
 
+WINDOWS = 4
+"""Stretches in the second half of a series. The fastest counts: in others, something else may have run."""
+
 
 def settled(series: Sequence[Sequence[float]], sent: int) -> Stream:
-    """What a link does, from series of equal transfers, which come to its steady rate in the last one at least.
+    """What a link does, from series of equal transfers, which come to its steady rate in the longest ones at least.
 
     Args:
         series: when each transfer of a series had arrived, in seconds from its begin.
         sent: bytes that a rank sends for each.
 
     >>> settled([[0.0, 0.0, 0.5, 1.0]], 100)
-    Stream(rate=200.0, burst=200.0, each=0.0, peers=0, beside=0.0)
+    Stream(rate=200.0, burst=200.0, each=0.0, peers=0, beside=0.0, together=1)
     """
-    rate, burst = _second_half(series[-1], sent), 0.0
+    most = max(map(len, series))
+    rate, burst = max(_fastest(times, sent) for times in series if len(times) == most), 0.0
     for times in series:
         burst += len(times) * sent - rate * times[-1]
         if _second_half(times, sent) <= SETTLED * rate:
             break
     return Stream(rate, max(burst, 0.0))
+
+
+def _fastest(times: Sequence[float], sent: int) -> float:
+    """Bytes a second in the fastest stretch of the second half."""
+    half, width = len(times) // 2, max(len(times) // 2 // WINDOWS, 1)
+    spans = [times[at + width - 1] - times[at - 1] for at in range(half, len(times) - width + 1)]
+    return width * sent / max(min(spans), 1e-9)
 
 
 def _second_half(times: Sequence[float], sent: int) -> float:
@@ -146,7 +169,7 @@ def fit(
         raise PlanError(f"{[len(row) for row in ranks]} ops were measured of a schedule of {len(schedule)}")
     slow = max(1.0, 1.0 / processors)
     seconds = {op: fmean(times) / slow for op, times in _device(schedule, ranks).items()}
-    found = _samples(schedule, ranks)
+    found = _samples(schedule, ranks, fmean if slow == 1.0 else min)
     links: dict[str, Link] = {}
     for key, samples in found.items():
         kind, _, axes = key.partition(" over ")
@@ -169,9 +192,8 @@ def _device(schedule: Schedule, ranks: Sequence[Row]) -> dict[tuple[str, str], l
         gap = fmean([row[at].gap for row in ranks])
         key = op.kind, op.target
         if op.kind in COMPUTE_KINDS or op.kind in STEP_KINDS or op.kind == "update":
-            # Ranks wait for each other in these two: whoever comes last waits for nobody.
-            found.setdefault(key, []).append(min(walls) if op.kind in STEP_KINDS else fmean(walls))
-            last = key if op.kind in COMPUTE_KINDS else last
+            found.setdefault(key, []).append(fmean(walls))
+            last = key if op.kind in COMPUTE_KINDS or last is None else last
         elif op.kind in ("free", "reshard"):
             found.setdefault((op.kind, ""), []).append(fmean(walls))
         if last is not None:
@@ -179,8 +201,10 @@ def _device(schedule: Schedule, ranks: Sequence[Row]) -> dict[tuple[str, str], l
     return found
 
 
-def _samples(schedule: Schedule, ranks: Sequence[Row]) -> dict[str, list[Sample]]:
-    """What each transfer took, by kind and axes."""
+def _samples(
+    schedule: Schedule, ranks: Sequence[Row], over_ranks: Callable[[Sequence[float]], float]
+) -> dict[str, list[Sample]]:
+    """What each transfer took, by kind and axes; ``over_ranks`` is how its time follows from that of each rank."""
     moves = {(move.kind, group.name): move for group in schedule.groups for move in group.transfers}
     under_way: dict[tuple[str, str], int] = {}
     found: dict[str, list[Sample]] = {}
@@ -191,17 +215,28 @@ def _samples(schedule: Schedule, ranks: Sequence[Row]) -> dict[str, list[Sample]
         elif row is not None:
             begun, move = under_way.pop((row.name, op.target)), moves[row.name, op.target]
             if move.sent and move.row.link:
-                found.setdefault(f"{move.kind} over {move.axes}", []).append(_sample(move, ranks, begun, at))
+                found.setdefault(f"{move.kind} over {move.axes}", []).append(
+                    _sample(move, ranks, (begun, at), over_ranks)
+                )
     return found
 
 
-def _sample(move: Transfer, ranks: Sequence[Row], begun: int, over: int) -> Sample:
-    starting = fmean([row[begun].wall for row in ranks])
+def _sample(
+    move: Transfer, ranks: Sequence[Row], ops: tuple[int, int], over_ranks: Callable[[Sequence[float]], float]
+) -> Sample:
+    """What a transfer took, from its start to its wait.
+
+    What is not of the thread that computes counts as the way of the bytes: other threads may begin to carry them before
+    the start is over, and ranks that come first wait for the last one, in each step another.
+    """
+    begun, over = ops
+    starting = fmean([row[begun].thread for row in ranks])
     collecting = fmean([row[over].thread for row in ranks])
-    walls = [row[begun].gap + sum(t.wall + t.gap for t in row[begun + 1 : over]) + row[over].wall for row in ranks]
+    walls = [sum(time.wall for time in row[begun : over + 1]) for row in ranks]  # gaps are of the compute before
     beside = [sum(t.process - t.thread for t in row[begun : over + 1]) for row in ranks]
-    first = fmean([sum(t.wall + t.gap for t in row[:begun]) + row[begun].wall for row in ranks])
-    return Sample(first, move.sent, starting, max(min(walls) - collecting, 0.0), collecting, max(fmean(beside), 0.0))
+    first = fmean([sum(t.wall + t.gap for t in row[:begun]) for row in ranks]) + starting
+    carried = max(over_ranks(walls) - starting - collecting, 0.0)
+    return Sample(first, move.sent, starting, carried, collecting, max(fmean(beside), 0.0))
 
 
 def _line(samples: Sequence[Sample], slow: float) -> tuple[Link, float, float]:
@@ -229,10 +264,20 @@ def _busy(
         # The time of the process lacks what the kernel does; compute loses nothing where it has a processor more.
         beside = max(link.beside, stream.beside / slow)
         own[key] = replace(link, each=stream.each / slow, peers=stream.peers, beside=beside)
-    if not own or not all([_shaped(link, stream, slow) for link in own.values()]):
+    if not own or stream.rate == math.inf:
         return own
+    if not all([_shaped(link, stream, slow) for link in own.values()]):
+        return {key: _bounded(link, found[key], stream) for key, link in own.items()}
     late = _delayed([sample for key in own for sample in found[key]], stream, period)
     return {key: _burst(link, [each for each in found[key] if each not in late], stream) for key, link in own.items()}
+
+
+def _bounded(link: Link, samples: Sequence[Sample], stream: Stream) -> Link:
+    """A link that is not shaped: what it reaches when it is kept busy, and with one transfer, which may be far less."""
+    sizes = [sample.sent for sample in samples]
+    latency, carrying = line(sizes, [sample.carried for sample in samples], 1 / stream.rate)
+    bounded = replace(link, bytes_per_s=max(stream.rate, 1 / carrying), peak=1 / carrying)
+    return replace(bounded, latency=latency, together=stream.together)
 
 
 def _shaped(link: Link, stream: Stream, slow: float) -> bool:
@@ -260,30 +305,33 @@ def _burst(link: Link, free: Sequence[Sample], stream: Stream) -> Link:
     if free:
         latency, carrying = line([sample.sent for sample in free], [sample.carried for sample in free])
     peak = 1 / carrying if carrying > 0 else math.inf
-    return replace(link, bytes_per_s=stream.rate, latency=latency, burst=stream.burst, peak=peak)
+    shaped = replace(link, bytes_per_s=stream.rate, latency=latency, burst=stream.burst, peak=peak)
+    return replace(shaped, together=stream.together)
 
 
-def line(xs: Sequence[float], ys: Sequence[float]) -> tuple[float, float]:
-    """Intercept and slope of the line of least relative squares, neither of them negative.
+def line(xs: Sequence[float], ys: Sequence[float], least: float = 0.0) -> tuple[float, float]:
+    """Intercept and slope of the line of least squares, neither of them negative. Its sum over all is that of ``ys``.
+
+    Args:
+        xs: where it is known.
+        ys: what it is there.
+        least: a slope that it has at least, if its intercept allows.
 
     >>> line([1, 2, 3], [3.0, 5.0, 7.0])
     (1.0, 2.0)
     >>> line([4, 4], [2.0, 2.0])
     (0.0, 0.5)
+    >>> line([1, 3], [5.0, 5.0], least=1.0)
+    (3.0, 1.0)
     """
-    weights = [1 / max(y, 1e-9) ** 2 for y in ys]
-    total = sum(weights)
-    mean_x = sum(w * x for w, x in zip(weights, xs, strict=True)) / total
-    mean_y = sum(w * y for w, y in zip(weights, ys, strict=True)) / total
-    spread = sum(w * (x - mean_x) ** 2 for w, x in zip(weights, xs, strict=True))
-    if spread > 1e-12 * total * mean_x**2:
-        slope = sum(w * (x - mean_x) * (y - mean_y) for w, x, y in zip(weights, xs, ys, strict=True)) / spread
-        if slope <= 0:
-            return mean_y, 0.0
+    mean_x, mean_y = fmean(xs), fmean(ys)
+    spread = sum((x - mean_x) ** 2 for x in xs)
+    if spread > 1e-12 * len(xs) * mean_x**2:
+        slope = sum((x - mean_x) * (y - mean_y) for x, y in zip(xs, ys, strict=True)) / spread
+        slope = max(slope, least)
         if mean_y >= slope * mean_x:
             return round(mean_y - slope * mean_x, 12), float(f"{slope:.12g}")
-    squares = sum(w * x * x for w, x in zip(weights, xs, strict=True))
-    return 0.0, sum(w * x * y for w, x, y in zip(weights, xs, ys, strict=True)) / squares
+    return 0.0, mean_y / mean_x
 
 
 def times_of(rows: Sequence[Sequence[float]]) -> Iterator[OpTime]:

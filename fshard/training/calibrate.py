@@ -18,7 +18,7 @@ WARM = 2
 """Steps before those that are measured: the first allocates, compares unit graphs, and opens connections."""
 
 
-SPAN, MOST = 1.0, 100
+SPAN, MOST = 3.0, 200
 """Seconds of measured steps, if steps are so short that ``rounds`` take less, and the most steps for that."""
 
 
@@ -65,7 +65,7 @@ def calibrated(step: Measured, state: TrainState, batch: Any, rounds: int, comms
         step: the step, whose transfers are waited for as soon as they have begun.
         state: its state, which is donated.
         batch: this rank's batch.
-        rounds: steps that are measured at least. Those that nothing disturbed count.
+        rounds: steps that are measured at least. Those that nothing disturbed count, a tenth of them.
         comms: the communicators of its plan.
 
     Raises:

@@ -175,8 +175,8 @@ class TrainStep(OneFunction):
 
         Args:
             batch: this rank's batch.
-            rounds: steps that are measured at least; short ones until they have taken a second, or a hundred of
-                them. Those that nothing disturbed count.
+            rounds: steps that are measured at least; short ones until they have taken three seconds, or 200 of them.
+                The fastest tenth counts, which nothing disturbed.
 
         Returns:
             Costs for ``fs.sim.simulate`` and ``fshard plan --costs``, the same on all ranks.

@@ -15,6 +15,8 @@ from typing import Any
 import pytest
 import torch
 
+from fshard.schedule import Link
+
 FOLDER = Path(__file__).parents[2] / "benchmarks"
 NAMES = (
     "lab",
@@ -239,7 +241,7 @@ def test_the_overlap_of_sums_over_replicas(bench: Any) -> None:
 
 def test_foresight_judges_choices_by_what_fits_and_keeps_what_was_measured(bench: Any, tmp_path: Path) -> None:
     def case(predicted: float, measured: float, peak: int = 1, limit: int | None = None) -> dict[str, Any]:
-        return {"predicted": predicted, "scaled": 2 * measured, "measured": measured, "peak": peak, "limit": limit}
+        return {"predicted": predicted, "measured": measured, "peak": peak, "limit": limit}
 
     cases = {"gpt|1|a": case(0.9, 1.0, 9), "gpt|1|b": case(2.2, 2.0), "gpt|1|auto": case(5.0, 1.02, 9)}
     cases["gpt|1|auto within a limit"] = case(5.0, 2.1, 1, 5)
@@ -247,12 +249,15 @@ def test_foresight_judges_choices_by_what_fits_and_keeps_what_was_measured(bench
     assert bench.foresight.regrets(cases) == pytest.approx({("1", "auto"): 1.02, ("1", "auto within a limit"): 1.05})
     report = bench.common.Report("foresight", "A claim.", {})
     key = f"{bench.foresight.SETTINGS[0]}: gpt"
-    report.medians = {key: {"cases": cases, "disturbed": 1, "turns": 7, "date": "today"}}
+    report.medians = {key: {"cases": cases, "disturbed": 1.5, "date": "today"}}
     bench.foresight.told(report, ["gpt"])
     values = {row.case: row.value for row in report.rows}
     assert values["all: how far predictions are from what was measured, worst"] == pytest.approx(0.1)
     assert values["all: auto / best policy that fits, worst"] == pytest.approx(1.05)
-    assert "1 of 8 pieces are measured" in report.notes[0]
+    assert "1 of 8 pieces are measured" in report.notes[0] and "1.50 to 1.50 times as long" in report.notes[0]
+    link = bench.foresight.slower(Link(120e6, 1e-3, beside=8e-9, peak=80e6), 0.2)
+    assert (link.bytes_per_s, link.peak, link.latency) == pytest.approx((24e6, 16e6, 5e-3))
+    assert link.beside == pytest.approx(24e-9)
     given = SimpleNamespace(quick=False, strict=False, results=tmp_path, resume=True)
     report.write(given)
     assert bench.foresight.before(given).keys() == {key}

@@ -14,7 +14,7 @@ from fshard.runtime.comm.communicators import Communicators
 from fshard.runtime.execution.timed import Stopwatch
 from fshard.runtime.steps.streams import streams
 from fshard.schedule.costs import Costs
-from fshard.schedule.fit import OpTime, fit, times_of, typical
+from fshard.schedule.fit import OpTime, calm, fit, mean, times_of
 from fshard.schedule.schedule import Schedule
 
 
@@ -44,7 +44,9 @@ def steps_in(comms: Communicators, span: float, seconds: float) -> int:
 def fitted(comms: Communicators, schedule: Schedule, steps: Sequence[Sequence[OpTime]], host: float) -> Costs:
     """The costs of some steps, equal on all ranks. Collective."""
     control, busy = comms.control, streams(comms, schedule)
-    own = [(time.wall, time.thread, time.process, time.gap) for time in typical(steps)]
+    totals = [sum(time.wall + time.gap for time in step) for step in steps]
+    chosen = calm(exchange(control, torch.tensor(totals, dtype=torch.float64, device="cpu")).tolist())
+    own = [(time.wall, time.thread, time.process, time.gap) for time in mean([steps[number] for number in chosen])]
     row = torch.tensor([host, *(number for numbers in own for number in numbers)], dtype=torch.float64, device="cpu")
     rows = exchange(control, row)
     places = [place_of(text) for text in exchange_text(control, place())]

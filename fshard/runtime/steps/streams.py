@@ -29,7 +29,7 @@ FIRST, MOST = 4, 2048
 """Transfers of the first series, of which each further one has twice as many, and of the longest."""
 
 AHEAD = 2
-"""Transfers under way at once."""
+"""Transfers under way at once. Gloo has as many threads for those of a communicator; NCCL makes one after the other."""
 
 MESSAGES = 40
 """Collectives whose median tells what a message takes."""
@@ -41,7 +41,7 @@ WORK = 256
 """Rows and columns of the matrix whose square is the fixed compute: it takes less than a millisecond."""
 
 TRIES = 3
-"""Series beside compute. Their median counts."""
+"""Longest series, and those beside compute. What was fastest counts: something else may have run beside the others."""
 
 
 def streams(comms: Communicators, schedule: Schedule) -> Mapping[str, Stream]:
@@ -75,10 +75,12 @@ def _stream(comm: Communicator, control: Communicator, sent: int, device: torch.
     while not series or (series[-1][-1] < SPAN and count <= MOST):
         series.append(_series(comm, control, full, shard, count))
         count *= 2
+    series += [_series(comm, control, full, shard, len(series[-1])) for _ in range(TRIES - 1)]
     sent = (comm.size - 1) * shard.numel()
     found = settled(series, sent)
     beside = _beside(comm, control, full, shard, len(series[-1])) / sent if isinstance(comm, GlooCommunicator) else 0.0
-    return replace(known, rate=found.rate, burst=found.burst, beside=beside)
+    together = AHEAD if isinstance(comm, GlooCommunicator) else 1
+    return replace(known, rate=found.rate, burst=found.burst, beside=beside, together=together)
 
 
 def _series(
@@ -118,16 +120,17 @@ class Compute:
 
 def _beside(comm: Communicator, control: Communicator, full: torch.Tensor, shard: torch.Tensor, count: int) -> float:
     """The seconds that a gather takes from compute beside it, but for those of the issuing thread. Collective."""
-    lost = []
+    tries: list[tuple[Compute, float]] = []
+    usual = inf
     for _ in range(TRIES):
         exchange(control, torch.zeros(1, device="cpu"))
         alone = Compute().take(partial(_past, perf_counter() + PAUSE))
+        usual = min(usual, alone.seconds / max(alone.times, 1))
         with ThreadPoolExecutor(1, "fshard: links beside compute") as pool:
             issued = pool.submit(_timed_series, comm, control, full, shard, count)
-            beside = Compute().take(issued.done)
-        usual = beside.times * alone.seconds / max(alone.times, 1)
-        lost.append((beside.seconds - usual - issued.result()) / count)
-    own = torch.tensor([max(median(lost), 0.0)], dtype=torch.float64, device="cpu")
+            tries.append((Compute().take(issued.done), issued.result()))
+    lost = min(beside.seconds - beside.times * usual - issuing for beside, issuing in tries) / count
+    own = torch.tensor([max(lost, 0.0)], dtype=torch.float64, device="cpu")
     return float(exchange(control, own).mean())
 
 
