@@ -55,8 +55,8 @@ MUTATIONS = [
     Mutation("schedule/pack.py", "if entry[0] >= first]", "if entry[0] > first]", "schedule/test_memory.py"),
     Mutation(
         "schedule/clock.py",
-        'start = self.larger(start, self.lanes.get(f"wire {wire}", 0.0))',
-        "start = self.larger(start, 0.0)",
+        "before, ahead = self.steady.get(wire, 0.0), link.burst / link.bytes_per_s",
+        "before, ahead = 0.0, link.burst / link.bytes_per_s",
         "schedule/test_simulate.py",
     ),
     # HOW
