@@ -326,11 +326,11 @@ def line(xs: Sequence[float], ys: Sequence[float], least: float = 0.0) -> tuple[
     """
     mean_x, mean_y = fmean(xs), fmean(ys)
     spread = sum((x - mean_x) ** 2 for x in xs)
-    if spread > 1e-12 * len(xs) * mean_x**2:
-        slope = sum((x - mean_x) * (y - mean_y) for x, y in zip(xs, ys, strict=True)) / spread
-        slope = max(slope, least)
-        if mean_y >= slope * mean_x:
-            return round(mean_y - slope * mean_x, 12), float(f"{slope:.12g}")
+    known, slope = spread > 1e-12 * len(xs) * mean_x**2, least
+    if known:
+        slope = max(sum((x - mean_x) * (y - mean_y) for x, y in zip(xs, ys, strict=True)) / spread, least)
+    if (known or least) and mean_y >= slope * mean_x:
+        return round(mean_y - slope * mean_x, 12), float(f"{slope:.12g}")
     return 0.0, mean_y / mean_x
 
 

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 import fshard as fs
 from fshard.errors import PlanError
+from fshard.runtime.steps.calibrate import fitted
 from fshard.runtime.steps.streams import streams
 from fshard.schedule import Costs, Link, Policy, Schedule, check, simulate
 from fshard.schedule.auto import Rates
@@ -136,6 +137,8 @@ def test_a_link_that_lets_bursts_pass_is_foreseen_at_its_steady_rate() -> None:
     exact, wrong = simulate(ahead, truth), simulate(ahead, blind)
     assert wrong.seconds - 5.0 < 0.95 * (exact.seconds - 5.0)  # what pauses hide
     assert found.links["shard"].burst == 150.0 and blind.links["shard"].burst == 0.0
+    several = fit(schedule, rows, 5.0, 2.0, "", {"shard": Stream(SHAPED.bytes_per_s, SHAPED.burst, together=2)})
+    assert several.links == {key: replace(link, together=2) for key, link in found.links.items()}
 
 
 def test_a_burst_is_what_series_were_ahead_of_the_steady_rate() -> None:
@@ -146,6 +149,16 @@ def test_a_burst_is_what_series_were_ahead_of_the_steady_rate() -> None:
     found = settled([series(4, 500.0), series(8, 100.0), series(16, 20.0)], 100)
     assert found.rate == pytest.approx(50.0) and found.burst == pytest.approx(500.0, rel=0.01)
     assert settled([series(4, 150.0), series(8, 40.0)], 100).burst == pytest.approx(150.0)
+
+
+def test_transfers_of_one_size_have_a_latency_where_the_busy_link_says_so() -> None:
+    schedule = over(3, APART)  # each of its transfers has the same size
+    rows = [timed(schedule, Costs(QUICK), Link(100.0, 0.5))]
+    sent = schedule.groups[0].transfers[0].sent
+    link = fit(schedule, rows, 0.0, 1.0, "", {"shard": Stream(100.0, 0.0)}).links["shard"]
+    assert (link.latency, link.peak) == pytest.approx((0.5, 100.0))
+    blind = fit(schedule, rows, 0.0, 1.0, "").links["shard"]
+    assert (blind.latency, blind.bytes_per_s) == pytest.approx((0.0, sent / (0.5 + sent / 100.0)))
 
 
 def test_the_rate_of_a_link_is_that_of_its_fastest_stretch() -> None:
@@ -259,6 +272,20 @@ def test_a_step_is_calibrated_and_stays_as_it_is() -> None:
         mesh.run(lambda: made(mesh)[1].calibrate(torch.ones(2, 16), rounds=0))
 
 
+def test_steps_that_were_disturbed_on_any_rank_do_not_count_on_any() -> None:
+    mesh = fs.virtual_mesh((2,), ("shard",))
+
+    def on_a_rank() -> float:
+        _, step = made(mesh, APART)
+        schedule = step.trace(torch.ones(2, 16)).schedule
+        calm = [OpTime(1e-3, 1e-3, 1e-3, 0.0) for _ in schedule]
+        slow = [OpTime(9e-3, 9e-3, 9e-3, 0.0) for _ in schedule]
+        rows = [slow if number % 2 == mesh.rank else calm for number in range(40)] + [calm] * 4
+        return fitted(step.programs.comms, schedule, rows, 0.0).of("update", "l0")
+
+    assert mesh.run(on_a_rank) == [pytest.approx(1e-3)] * 2
+
+
 def calibrated(shared: bool) -> tuple[Costs, int, float]:
     """On a rank: the costs, how often the loss has run, and the rate of the link that is kept busy."""
     calls = 0
@@ -283,6 +310,7 @@ def test_ranks_measure_short_steps_longer_and_what_their_links_take_from_compute
     link = one.links["shard"]
     assert link.peers == 1 and link.each > 0
     assert shared or link.beside > 0  # gloo's threads, whoever measures them
+    assert link.together == (1 if shared else 2)  # and of its threads each carries one
 
 
 def bound() -> tuple[float, int, str]:

@@ -175,7 +175,8 @@ def test_noise_grows_with_ranks_and_repeats_by_seed() -> None:
 
 
 def test_costs_are_saved_and_composed(tmp_path: Path) -> None:
-    units = Costs({("forward", "u0"): 1.0, ("all_gather", ""): 9.0}, Link(1.0), host=2.0, machine="here", processors=1)
+    units = Costs({("forward", "u0"): 1.0, ("all_gather", ""): 9.0}, Link(1.0, together=2), host=2.0, processors=1)
+    units = replace(units, machine="here")
     links = Costs({("all_gather", ""): 0.5}, links={"shard": Link(1e9, 1e-5)}, machine="there", processors=2)
     units.save(tmp_path / "a.json")
     assert read_costs(tmp_path / "a.json") == units and [path.name for path in tmp_path.iterdir()] == ["a.json"]
