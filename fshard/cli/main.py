@@ -38,6 +38,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (ShardError, ImportError) as error:
         print(f"fshard: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print("fshard: interrupted", file=sys.stderr)
+        return 130
     except BrokenPipeError:  # `fshard ckpt show ... | head`
         sys.stderr.close()
         return 0

@@ -15,6 +15,7 @@ from typing import Any
 
 from fshard.arguments import size_text
 from fshard.errors import PlanError
+from fshard.foresight.blame import named
 from fshard.foresight.foresee import Foresight, Hardware, Progress, foresee, hardware
 from fshard.foresight.huggingface import hugging_face
 from fshard.foresight.jobs import Job, read_job, takes_mesh
@@ -27,8 +28,15 @@ from fshard.schedule.costs import read_costs
 from fshard.schedule.machines import COMMUNICATOR, DEVICES, LINKS
 from fshard.sharding.mesh import Mesh, abstract_mesh
 from fshard.sharding.wire import NAMES, Wire
+from fshard.writing import target
 
 UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}
+
+WRITE = "write a FILE.py:make that gives its batch, or its loss"
+"""The remedy where a model of Hugging Face raises something."""
+
+MOST_RANKS = 1 << 20
+"""Ranks that a mesh may have: what each of them holds is counted."""
 
 SELDOM = 100_000
 """New objects from one search for cycles to the next, in place of some hundreds."""
@@ -66,19 +74,17 @@ def run(args: argparse.Namespace) -> int:
     if (args.job is None) == (args.hf is None):
         raise PlanError("give either FILE.py:FUNCTION or --hf CONFIG")
     mesh, machines, wires = read_mesh(args.mesh), read_hardware(args), read_wires(args.wires, args.search)
+    if args.html:
+        target(args.html)  # an error now, and not when all is computed
     with telling(args.json) as progress, seldom_collected():
         progress("the model", 0.0)
         job: Any = _hf(args) if args.hf else read_job(args.job, mesh)
-        searched = _search(args, job, mesh, machines, wires, progress) if args.search else None
-        if searched is not None:
-            job, mesh = _on_best(args, job, searched.best), searched.best.mesh
-        step, batch = job.step(mesh) if isinstance(job, Job) else job
-        seen = foresee(step, batch, machines, progress, searched.task if searched else None)
-        found: list[Remedy] = []
-        if not seen.fits:
-            progress("what would fit", 0.95)
-            open_remat = isinstance(job, Job) and job.remat is None
-            found = [*remedies(seen, step, functools.partial(job.step, mesh) if open_remat else None)]
+        made, remedy = (job.words, WRITE) if args.hf else (args.job, "")
+        with named(made, remedy):
+            searched = _search(args, job, mesh, machines, wires, progress) if args.search else None
+            if searched is not None:
+                job, mesh = _on_best(args, job, searched.best), searched.best.mesh
+            seen, found = _foreseen(job, mesh, machines, searched, progress)
         if args.html:
             progress("pictures", 0.97)
             write_page(Path(args.html), seen, found)
@@ -90,6 +96,22 @@ def run(args: argparse.Namespace) -> int:
             print("\n".join(f"{shape}: {why}" for shape, why in searched.refused.items()))
         _print(seen, found)
     return 0 if seen.fits else 1
+
+
+def _foreseen(
+    job: Any, mesh: Mesh, machines: Hardware, searched: Search | None, progress: Progress
+) -> tuple[Foresight, list[Remedy]]:
+    """The step on a mesh, and what would have to change for it to fit."""
+    made = isinstance(job, Job)
+    step, batch = job.step(mesh) if made else job
+    seen = foresee(step, batch, machines, progress, searched.task if searched else None)
+    if made:
+        seen = replace(seen, words=job.words)
+    if seen.fits:
+        return seen, []
+    progress("what would fit", 0.95)
+    open_remat = made and job.remat is None
+    return seen, [*remedies(seen, step, functools.partial(job.step, mesh) if open_remat else None)]
 
 
 def _search(
@@ -121,19 +143,22 @@ def read_mesh(text: str) -> Mesh:
     """A mesh without processes: ``1024``, ``64x8``, ``replica=4,data=8``.
 
     Raises:
-        PlanError: none of these.
+        PlanError: none of these, or more ranks than ``MOST_RANKS``.
 
     >>> read_mesh("64x8").axis_names, read_mesh("replica=4,data=8").sizes
     (('outer', 'inner'), (4, 8))
     """
     if re.fullmatch(r"\d+(x\d+){0,2}", text):
         sizes = [int(size) for size in text.split("x")]
-        names = {1: ("data",), 2: ("outer", "inner"), 3: ("outer", "middle", "inner")}[len(sizes)]
-        return abstract_mesh(sizes, names)
-    if re.fullmatch(r"\w+=\d+(,\w+=\d+)*", text):
+        names = {1: ["data"], 2: ["outer", "inner"], 3: ["outer", "middle", "inner"]}[len(sizes)]
+    elif re.fullmatch(r"\w+=\d+(,\w+=\d+)*", text):
         pairs = [pair.split("=") for pair in text.split(",")]
-        return abstract_mesh([int(size) for _, size in pairs], [name for name, _ in pairs])
-    raise PlanError(f"--mesh {text!r}: give ranks along each axis, as 1024, 64x8 or replica=4,data=8")
+        sizes, names = [int(size) for _, size in pairs], [name for name, _ in pairs]
+    else:
+        raise PlanError(f"--mesh {text!r}: give ranks along each axis, as 1024, 64x8 or replica=4,data=8")
+    if math.prod(sizes) > MOST_RANKS:
+        raise PlanError(f"--mesh {text!r} has {math.prod(sizes):,} ranks: give at most {MOST_RANKS:,}")
+    return abstract_mesh(sizes, names)
 
 
 def read_wires(texts: Sequence[str], searched: bool = True) -> list[Wire | str | None]:
@@ -180,7 +205,8 @@ def read_hardware(args: argparse.Namespace) -> Hardware:
     room = bytes_of(args.communicator) if args.communicator else COMMUNICATOR
     short = args.hf is None or args.precision == "bf16"
     links = args.link, args.inside, args.per_host
-    return hardware(args.device, *links, memory, args.products, args.share, short, costs, room)
+    found = hardware(args.device, *links, memory, args.products, args.share, short, costs, room)
+    return replace(found, costs_of=f"the costs of {args.costs}") if costs else found
 
 
 @contextmanager

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fshard import tree
 from fshard.arguments import size_text
-from fshard.errors import PlanError
+from fshard.errors import PlanError, lines
 from fshard.foresight.packing import packing_seconds
 from fshard.optim.contract import contract
 from fshard.runtime.memory.optimizer_layout import beside_bytes
@@ -21,7 +21,7 @@ from fshard.schedule.costs import Costs
 from fshard.schedule.footprint import Footprint
 from fshard.schedule.infos import between, communicators, fast_axes, group_infos
 from fshard.schedule.machines import COMMUNICATOR, Cluster, Speed, foreseen_costs, named_device, named_link, speed
-from fshard.schedule.ops import LOCAL
+from fshard.schedule.ops import LOCAL, ROOT
 from fshard.schedule.policy import Policy
 from fshard.schedule.schedule import Schedule
 from fshard.schedule.simulate import Simulation, simulate
@@ -47,6 +47,7 @@ class Hardware:
         words: the names of these.
         costs: measured costs of the units, where there are some.
         communicator: bytes of a device that a communicator takes.
+        costs_of: what the costs are called in errors: their file.
 
     >>> import fshard as fs
     >>> fs.sim.hardware("h100", link="ib400", inside="nvlink4").words.split(";")[0]
@@ -59,13 +60,19 @@ class Hardware:
     words: str = ""
     costs: Costs | None = None
     communicator: int = 0
+    costs_of: str = "the costs"
 
     def of(self, task: Task, plan: Plan) -> Costs:
-        """What ops cost on it, what packs and unpacks formats included."""
+        """What ops cost on it, what packs and unpacks formats included.
+
+        Raises:
+            PlanError: the costs are those of another program.
+        """
         links, packing = self.cluster.links(plan.mesh), packing_seconds(plan, task.stages, self.speed)
         if self.costs is None:
             units = foreseen_costs(task.stages, task.needs, self.speed, links)
             return replace(units, seconds={**units.seconds, **packing})
+        check_costs(self.costs, task, self.costs_of)
         moved = {op: seconds for op, seconds in packing.items() if moves(op[0])}  # its updates were measured
         return self.costs.over(Costs(moved, links=links, processors=self.costs.processors))
 
@@ -76,6 +83,25 @@ class Hardware:
     def joined(self, plan: Plan, secondary: Axes, task: Task) -> int:
         """Bytes of communicators, with secondary shards over these axes."""
         return self.communicator * (len(communicators(plan, secondary, task.axes)) + len(between(task.groups)))
+
+
+def check_costs(costs: Costs, task: Task, name: str) -> None:
+    """Refuse costs of other units than a program has, and such as lack some: these would take no time.
+
+    Raises:
+        PlanError: they are.
+    """
+    passes = ("forward", "backward")
+    calls = {(op.kind, op.target) for op in task.stages.computes if op.kind in passes}
+    known = {op for op in costs.seconds if op[0] in passes}
+    for_all = {kind for kind, target in known if not target}
+    problems = [f"{kind} {unit}: the program has no such op" for kind, unit in sorted(known - calls) if unit]
+    lacking = sorted((kind, unit) for kind, unit in calls - known if kind not in for_all)
+    problems += [f"{kind} {unit}: not in the costs" for kind, unit in lacking if unit != ROOT or not known]
+    if problems:
+        head = f"{name} are not those of this program: {len(problems)} of its ops or theirs have no counterpart"
+        remedy = "Calibrate a step of this model, step.calibrate(batch).save(FILE), or foresee without measured costs."
+        raise PlanError(lines(head, problems, remedy))
 
 
 def hardware(
@@ -152,6 +178,7 @@ class Foresight:
         flops: operations of the model for a rank's batch, without those of recomputation.
         scaling: seconds of a step by the number of ranks, with as large a batch a rank.
         task: what policies were tried for.
+        words: what the model and its batch are, where the user did not write them.
     """
 
     plan: Plan
@@ -166,6 +193,7 @@ class Foresight:
     flops: int
     scaling: Mapping[int, float]
     task: Task = field(repr=False)
+    words: str = ""
 
     @property
     def peak_bytes(self) -> int:

@@ -1,6 +1,7 @@
 """Jobs from configurations of Hugging Face: a model without weights, its blocks as units, its own loss."""
 
 import difflib
+import inspect
 import json
 from pathlib import Path
 from typing import Any
@@ -9,13 +10,25 @@ import torch
 
 from fshard import errors
 from fshard.errors import PlanError
+from fshard.foresight.feeding import batch_of, loss_of, words
 from fshard.foresight.jobs import Job
 from fshard.model.meta import empty_weights
 from fshard.model.precision import Precision
 from fshard.model.split import split
 
-LONGEST = 8192
-"""Tokens of a row, unless the caller says how many: at most what the configuration allows."""
+HEADS = (
+    "AutoModelForCausalLM",
+    "AutoModelForSeq2SeqLM",
+    "AutoModelForMaskedLM",
+    "AutoModelForSpeechSeq2Seq",
+    "AutoModelForImageTextToText",
+    "AutoModelForImageClassification",
+    "AutoModelForVideoClassification",
+    "AutoModelForCTC",
+    "AutoModelForAudioClassification",
+    "AutoModel",
+)
+"""What is tried for a configuration that names no class, in this order."""
 
 
 def hugging_face(
@@ -26,7 +39,7 @@ def hugging_face(
     Args:
         path: the file, or its folder.
         rows: of a rank's batch.
-        length: tokens of a row; by default as many as positions, and at most ``LONGEST``.
+        length: tokens or samples of a row; by default as many as positions, and at most ``feeding.LONGEST``.
         precision: ``"bf16"`` computes in bfloat16 over float32 parameters; ``"fp32"`` in float32.
         remat: as for ``fs.make_train_step``.
         accumulate: microbatches of a step; ``rows`` are those of one.
@@ -35,32 +48,37 @@ def hugging_face(
         PlanError: there is no such file, transformers does not know the model, or not what it is fed with.
         ImportError: transformers is not installed.
     """
-    values = _values(path)
+    _check(rows=rows, length=length, accumulate=accumulate)
+    file, values = _values(path)
     try:
         import transformers
     except ImportError as error:
         raise errors.missing_extra("fshard plan --hf", "transformers", "examples") from error
-    config = _config(path, values, transformers)
-    with empty_weights():
-        module = _model(path, config, transformers)
-    if not hasattr(config, "vocab_size"):
-        raise PlanError(f"{path}: a {config.model_type} reads no tokens: write a FILE.py:make that gives its batch")
-    positions = getattr(config, "max_position_embeddings", None) or LONGEST
-    length = length or min(positions, LONGEST)
-    if length > positions:
-        raise PlanError(f"--length {length} is more than the {positions} positions of {path}")
+    config = _config(file, values, transformers)
+    module, other = _model(file, config, transformers)
+    short = precision == "bf16"
+    dtype = torch.bfloat16 if short else torch.float32
+    batch = batch_of(str(file), module, config, rows * accumulate, length, dtype)
+    given: dict[str, Any] = (
+        {"return_loss": True} if "return_loss" in inspect.signature(module.forward).parameters else {}
+    )
     model = split(module.train(), units="auto")
-    words = torch.zeros(rows * accumulate, length, dtype=torch.long, device="cpu")
-    batch = {"input_ids": words, "labels": words}
 
     def loss(params: Any, batch: Any) -> Any:
-        return model.apply(params, **batch).loss
+        return loss_of(model.apply(params, **batch, **given))
 
-    chosen = Precision(compute=torch.bfloat16) if precision == "bf16" else None
-    return Job(model, loss, batch, precision=chosen, remat=remat, accumulate=accumulate)
+    chosen = Precision(compute=torch.bfloat16) if short else None
+    told = f"{type(module).__name__} of {file}{other}, {words(module, batch)}"
+    return Job(model, loss, batch, precision=chosen, remat=remat, accumulate=accumulate, words=told)
 
 
-def _values(path: str) -> dict[str, Any]:
+def _check(**numbers: int | None) -> None:
+    wrong = [f"--{name} {value}" for name, value in numbers.items() if value is not None and value < 1]
+    if wrong:
+        raise PlanError(f"{', '.join(wrong)}: give a number from 1 on")
+
+
+def _values(path: str) -> tuple[Path, dict[str, Any]]:
     file = Path(path) / "config.json" if Path(path).is_dir() else Path(path)
     try:
         found = json.loads(file.read_text())
@@ -68,32 +86,47 @@ def _values(path: str) -> dict[str, Any]:
         raise PlanError(f"{file} cannot be read as a configuration: {error}") from error
     if not isinstance(found, dict) or not isinstance(found.get("model_type"), str):
         raise PlanError(f"{file} has no model_type, so it is no configuration of Hugging Face")
-    return found
+    return file, found
 
 
-def _config(path: str, values: dict[str, Any], transformers: Any) -> Any:
-    kind = values["model_type"]
-    known = list(transformers.models.auto.configuration_auto.CONFIG_MAPPING.keys())
+def _config(file: Path, values: dict[str, Any], transformers: Any) -> Any:
+    kind, version = values["model_type"], transformers.__version__
+    known = transformers.models.auto.configuration_auto.CONFIG_MAPPING
     if kind not in known:
-        near = difflib.get_close_matches(kind, known, 3)
+        near = difflib.get_close_matches(kind, [*known.keys()], 3)
         hint = f" (near to it: {', '.join(near)})" if near else ""
         raise PlanError(
-            f"{path}: transformers {transformers.__version__} knows no model_type {kind!r}{hint}: install a version "
+            f"{file}: transformers {version} knows no model_type {kind!r}{hint}: install a version "
             f"that does, or write a FILE.py:make that makes the model"
         )
-    rest = {key: value for key, value in values.items() if key != "model_type"}
-    config = transformers.AutoConfig.for_model(kind, **rest)
-    config.use_cache = False
+    try:
+        config = known[kind].from_json_file(file)
+        for each in (config, config.get_text_config()):
+            each.use_cache = False
+    except Exception as error:  # each class has checks of its own
+        raise PlanError(
+            f"{file}: transformers {version} does not take this configuration of a {kind}: {error}: correct the file"
+        ) from error
     return config
 
 
-def _model(path: str, config: Any, transformers: Any) -> Any:
-    names = [name for name in getattr(config, "architectures", None) or [] if hasattr(transformers, name)]
-    if names:
-        return getattr(transformers, names[0])(config)
-    for auto in (transformers.AutoModelForCausalLM, transformers.AutoModelForSeq2SeqLM):
-        if type(config) in auto._model_mapping:
-            return auto.from_config(config)
-    raise PlanError(
-        f"{path}: no model of {config.model_type!r} has a loss of its own that could be foreseen: write a FILE.py:make"
-    )
+def _model(file: Path, config: Any, transformers: Any) -> tuple[Any, str]:
+    """The model on the meta device; and in words, why it is of another class than the configuration names."""
+    named = getattr(config, "architectures", None) or []
+    named = [named] if isinstance(named, str) else [str(name) for name in named]
+    kinds = [getattr(transformers, name, None) for name in named]
+    model = transformers.PreTrainedModel
+    found = next((each for each in kinds if isinstance(each, type) and issubclass(each, model)), None)
+    other = f" (transformers has no model {', '.join(named)})" if named and found is None else ""
+    autos = [getattr(transformers, name) for name in HEADS]
+    auto = next((each for each in autos if type(config) in each._model_mapping), None)
+    if found is None and auto is None:
+        raise PlanError(f"{file}: transformers has no model of a {config.model_type}: write a FILE.py:make")
+    try:
+        with empty_weights():
+            return found(config) if found else auto.from_config(config, dtype=torch.float32), other  # type: ignore[union-attr]
+    except Exception as error:  # each model has checks of its own
+        raise PlanError(
+            f"{file}: no {found.__name__ if found else config.model_type} can be made of this configuration: "
+            f"{type(error).__name__}: {error}: correct the file, or write a FILE.py:make that makes the model"
+        ) from error

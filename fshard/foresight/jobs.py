@@ -14,6 +14,7 @@ from torch import Tensor
 from fshard import tree
 from fshard.arguments import described
 from fshard.errors import PlanError
+from fshard.foresight.blame import named
 from fshard.optim.adamw import adamw
 from fshard.sharding.mesh import Axes, Mesh
 from fshard.sharding.plan import Plan, make_plan
@@ -43,6 +44,7 @@ class Job:
         accumulate: microbatches.
         remat: as for ``fs.make_train_step``.
         wire: as for ``fs.make_plan``.
+        words: what the model and the batch are, where the user did not write them.
     """
 
     model: Any
@@ -56,6 +58,7 @@ class Job:
     accumulate: int = 1
     remat: Any = None
     wire: Wire | None = None
+    words: str = ""
 
     def step(self, mesh: Mesh, **options: Any) -> tuple[TrainStep, Any]:
         """The step on a mesh, and a rank's batch.
@@ -109,7 +112,12 @@ def read_job(where: str, mesh: Mesh) -> "Job | tuple[TrainStep, Any]":
         PlanError: there is no such file or function, or it returns something else.
     """
     make = _function(where)
-    return job_of(where, make(mesh) if _takes_mesh(make) else make())
+    count = len(inspect.signature(make).parameters)
+    if count > 1:
+        raise PlanError(f"{where} takes {count} arguments: it is called with the mesh, or with nothing")
+    with named(where):
+        made = make(mesh) if count else make()
+    return job_of(where, made)
 
 
 def takes_mesh(where: str) -> bool:
@@ -118,11 +126,7 @@ def takes_mesh(where: str) -> bool:
     Raises:
         PlanError: there is no such file or function.
     """
-    return _takes_mesh(_function(where))
-
-
-def _takes_mesh(make: Any) -> bool:
-    return bool(inspect.signature(make).parameters)
+    return bool(inspect.signature(_function(where)).parameters)
 
 
 def job_of(where: str, made: Any) -> "Job | tuple[TrainStep, Any]":
@@ -155,7 +159,8 @@ def _function(where: str) -> Any:
     module = importlib.util.module_from_spec(spec)
     sys.path.insert(0, str(path.parent.resolve()))
     try:
-        spec.loader.exec_module(module)
+        with named(where):
+            spec.loader.exec_module(module)
     finally:
         sys.path.pop(0)
     make = getattr(module, name, None)

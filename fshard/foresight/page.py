@@ -3,7 +3,6 @@
 import base64
 import html
 import io
-import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,6 +13,7 @@ from fshard.foresight.remedies import Remedy, largest
 from fshard.foresight.report import Section, sections
 from fshard.view.charts import policies, scaling
 from fshard.view.timeline import timeline
+from fshard.writing import write_whole
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -36,11 +36,9 @@ def write_page(path: Path, seen: Foresight, found: Sequence[Remedy]) -> None:
 
     Raises:
         ImportError: matplotlib is not installed.
+        PlanError: it cannot be written there.
     """
-    text = "\n".join(_lines(seen, found))
-    unfinished = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    unfinished.write_text(text)
-    unfinished.replace(path)
+    write_whole(path, "\n".join(_lines(seen, found)))
 
 
 def _lines(seen: Foresight, found: Sequence[Remedy]) -> Iterator[str]:

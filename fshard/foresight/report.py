@@ -42,6 +42,7 @@ def _summary(seen: Foresight) -> Section:
     limit = seen.hardware.memory
     peak = size_text(seen.peak_bytes) + (f" of {size_text(limit)}{'' if seen.fits else ': too much'}" if limit else "")
     rows = [
+        *[("model", words) for words in [seen.words] if words],
         ("mesh", f"{shape}, {mesh.size:,} ranks"),
         ("hardware", seen.hardware.words),
         ("parameters", f"{sum(row.parameters for row in seen.groups):,} in {len(seen.groups)} groups"),
@@ -53,7 +54,7 @@ def _summary(seen: Foresight) -> Section:
         ("sent", f"{size_text(run.sent)} a rank"),
         ("MFU", f"{seen.mfu:.1%}"),
     ]
-    if seen.tokens:
+    if seen.tokens and run.seconds:
         rows.append(("tokens", f"{seen.tokens_per_s:,.0f} a second, {seen.tokens / run.seconds:,.0f} a rank"))
     return "Foresight", ("", ""), rows
 
@@ -130,6 +131,7 @@ def as_json(seen: Foresight, found: Sequence[Remedy], searched: Search | None = 
     """All of it in plain values. Times are seconds, sizes bytes of one rank."""
     run, mesh = seen.simulation, seen.plan.mesh
     return {
+        "model": seen.words or None,
         "mesh": dict(zip(mesh.axis_names, mesh.sizes, strict=True)),
         "hardware": seen.hardware.words,
         "memory_limit": seen.hardware.memory,
@@ -146,8 +148,8 @@ def as_json(seen: Foresight, found: Sequence[Remedy], searched: Search | None = 
         "exposed_by_kind": run.exposed_by_kind,
         "sent_bytes": run.sent,
         "sent_by_axes": run.sent_by_axes,
-        "mfu": seen.mfu,
-        "tokens_per_s": seen.tokens_per_s if seen.tokens else None,
+        "mfu": seen.mfu if run.seconds else None,
+        "tokens_per_s": seen.tokens_per_s if seen.tokens and run.seconds else None,
         "groups": [asdict(row) for row in seen.groups],
         "policies": [
             {

@@ -24,8 +24,9 @@ def tensors_of(params: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     wrong = [f"{path}: {odd}" for path, leaf in tensors.items() if (odd := _odd(leaf))]
     if wrong:
         remedy = (
-            "Keep other values out of the tree; keep complex leaves as real ones, with torch.view_as_real; keep "
-            "quantized leaves dequantized, or as integers and scales."
+            "Make a dict of a list, {str(i): leaf for i, leaf in enumerate(...)}; keep other values out of the tree; "
+            "keep complex leaves as real ones, with torch.view_as_real; keep quantized leaves dequantized, or as "
+            "integers and scales."
         )
         raise PlanError(lines("parameters are dense real tensors, these are not:", wrong, remedy))
     # Two leaves in the same memory may be one tied leaf, and the plan would part them.

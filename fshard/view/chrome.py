@@ -19,6 +19,7 @@ from fshard.schedule.schedule import Schedule
 from fshard.schedule.simulate import Simulation
 from fshard.schedule.transfers import awaited, item_words, started
 from fshard.view.timeline import live
+from fshard.writing import write_whole
 
 DEVICE = 0
 """The track of the device."""
@@ -66,7 +67,7 @@ def trace(path: str | os.PathLike[str], runs: "Simulation | Mapping[str, Simulat
         runs: what ``fs.sim.simulate`` returned or ``step.measured``, or a dict of these by name: each is a process.
 
     Raises:
-        PlanError: something else than simulations.
+        PlanError: something else than simulations, or the file cannot be written.
 
     >>> import fshard as fs, tempfile
     >>> from fshard.schedule import Call, Policy, Program, build
@@ -106,9 +107,7 @@ def of_simulation(run: Simulation) -> Run:
 def write(path: Path, processes: Mapping[str, Sequence[Run]]) -> None:
     """Write runs by the name of their process."""
     events = [_numbered(e) for pid, (name, runs) in enumerate(processes.items()) for e in process(pid, name, runs)]
-    unfinished = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    unfinished.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
-    unfinished.replace(path)
+    write_whole(path, json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
 
 
 def _numbered(event: Event) -> Event:

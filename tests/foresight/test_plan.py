@@ -9,6 +9,9 @@ import pytest
 import fshard as fs
 from fshard.cli.main import main
 from fshard.cli.plan import bytes_of, read_mesh
+from fshard.errors import PlanError
+from fshard.foresight.blame import named
+from fshard.writing import write_whole
 
 JOB = """
 import torch, fshard as fs
@@ -51,6 +54,22 @@ def values():
     def loss(params, x):
         return params["w"].sum() * (1 if x.sum().item() > 0 else 2)
     return {"model": {"w": torch.ones(4)}, "loss": loss, "batch": torch.ones(2)}
+
+
+def fails():
+    return {}["width"]
+
+
+def wrong():
+    return make() | {"loss": lambda params, x: x @ params["nothing"]["w"]}
+
+
+def leaves():
+    raise SystemExit("no GPU")
+
+
+def lists():
+    return make() | {"model": {"layers": [torch.ones(2)]}}
 
 
 def strict():
@@ -171,7 +190,20 @@ def test_a_config_of_hugging_face(tmp_path: Path, capsys: pytest.CaptureFixture[
     [
         (["FILE:odd"], "returned 3, an int: return a dict with 'model', 'loss', 'batch'"),
         (["FILE:partly"], "'loss' is missing, 'batch' is missing, 'lose' is unknown"),
-        (["FILE:other"], "has no function 'other': it has loss, make, make_on, odd, partly, values, strict"),
+        (["FILE:other"], "has no function 'other': it has loss, make, make_on, odd, partly, values, fails, "),
+        (["FILE:fails"], "FILE:fails raised KeyError: 'width'\n  FILE:"),
+        (["FILE:fails"], 'in fails: return {}["width"]'),
+        (["FILE:wrong"], "FILE:wrong raised KeyError: 'nothing'\n  FILE:"),
+        (["FILE:leaves"], "FILE:leaves raised SystemExit: no GPU"),
+        (["FILE:loss"], "FILE:loss takes 2 arguments: it is called with the mesh, or with nothing"),
+        (["FILE:lists"], "layers: list"),
+        (["FOLDER/broken.py:make"], "FOLDER/broken.py:make raised SyntaxError: "),
+        (["FILE:make", "--mesh", "9999999"], "--mesh '9999999' has 9,999,999 ranks: give at most 1,048,576"),
+        (["FILE:make", "--html", "FOLDER"], "FOLDER cannot be written: it is there already, and is no file"),
+        (["FILE:make", "--html", "FOLDER/a/b.html"], "b.html cannot be written: there is no folder FOLDER/a"),
+        (["FILE:make", "--costs", "FOLDER/others.json"], "the costs of FOLDER/others.json are not those of this"),
+        (["FILE:make", "--costs", "FOLDER/others.json"], "  forward l9: the program has no such op"),
+        (["FILE:make", "--costs", "FOLDER/none.json"], ": not in the costs"),
         (["nothing.py:make"], "there is no file 'nothing.py'"),
         (["FILE:values"], "depends on values"),
         (["FILE:strict"], "nothing"),
@@ -186,11 +218,56 @@ def test_a_config_of_hugging_face(tmp_path: Path, capsys: pytest.CaptureFixture[
     ],
 )
 def test_bad_input(argv: list[str], words: str, job: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plan", *[word.replace("FILE", job) for word in argv]]) == 2
+    folder = Path(job).parent
+    (folder / "broken.py").write_text("def make(:\n")
+    fs.sim.Costs({("forward", "l9"): 1e-3}).save(folder / "others.json")
+    fs.sim.Costs().save(folder / "none.json")
+
+    def here(text: str) -> str:
+        return text.replace("FILE:", f"{job}:").replace("FOLDER", str(folder))
+
+    assert main(["plan", *map(here, argv)]) == 2
     said = capsys.readouterr()
-    assert words in said.err and not said.out
+    assert here(words) in said.err and not said.out and "Traceback" not in said.err
 
 
 def test_meshes_and_bytes() -> None:
     assert read_mesh("1024").sizes == (1024,) and read_mesh("2x3x4").axis_names == ("outer", "middle", "inner")
     assert (bytes_of("1.5Ki"), bytes_of("2K"), bytes_of("7")) == (1536, 2000, 7)
+
+
+def test_a_page_is_there_whole_or_not_at_all(job: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = tmp_path / "plan.html"
+    page.write_text("old")
+
+    def full(self: Path, *rest: object, **options: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "replace", full)
+    with pytest.raises(PlanError, match="plan.html cannot be written: No space left on device"):
+        write_whole(page, "new")
+    assert page.read_text() == "old" and not [*tmp_path.glob("*.tmp")]
+
+
+def test_a_link_is_followed_and_a_device_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(tmp_path / "file")
+    write_whole(tmp_path / "link", "text")
+    assert (tmp_path / "link").is_symlink() and (tmp_path / "file").read_text() == "text"
+    with pytest.raises(PlanError, match="/dev/null cannot be written: it is there already, and is no file"):
+        write_whole("/dev/null", "text")
+
+
+def test_defects_of_the_library_keep_their_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(TypeError):
+        named("train.py:make")(bytes_of)(3)  # type: ignore[arg-type]
+    monkeypatch.setenv("FSHARD_TRACEBACKS", "full")
+    with pytest.raises(SystemExit), named("train.py:make"):
+        raise SystemExit(1)
+
+
+def test_interrupted(job: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def interrupt(*args: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("fshard.cli.plan.foresee", interrupt)
+    assert main(["plan", f"{job}:make"]) == 130 and capsys.readouterr().err == "fshard: interrupted\n"

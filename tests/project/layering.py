@@ -11,7 +11,7 @@ from functools import cached_property
 from pathlib import Path
 
 LAYERS = (
-    ("errors", "tree", "version", "arguments", "patterns", "tracebacks", "markup", "_torch"),
+    ("errors", "tree", "version", "arguments", "writing", "patterns", "tracebacks", "markup", "_torch"),
     ("model", "optim"),
     ("sharding",),
     ("schedule",),
