@@ -44,21 +44,25 @@ def batch_of(path: str, module: nn.Module, config: Any, rows: int, length: int |
     takes = inspect.signature(module.forward).parameters
     tokens = torch.zeros(rows, _length(path, config, length), dtype=torch.long, device="cpu")
     size = _size(config)
-    picture = [torch.zeros(rows, *size, dtype=dtype, device="cpu")] if size else []
-    found = {name: x for name, x in _sounds(takes, config, rows, length, dtype).items() if name in takes}
-    if "input_ids" in takes:
-        found["input_ids"] = tokens
-    elif "decoder_input_ids" not in takes and "pixel_values" in takes and picture:
-        found["pixel_values"] = picture[0]
-    if "pixel_values" in takes and picture and ("return_loss" in takes or _needed(takes["pixel_values"])):
-        found["pixel_values"] = picture[0]
+    found = {"input_ids": tokens} if "input_ids" in takes else {}
+    if size and _looks(takes):
+        found["pixel_values"] = torch.zeros(rows, *size, dtype=dtype, device="cpu")
     if "decoder_input_ids" in takes and getattr(config, "is_encoder_decoder", False):
         found["decoder_input_ids"] = tokens
+    found |= {name: x for name, x in _sounds(takes, config, rows, length, dtype).items() if name in takes}
     unknown = [name for name, each in takes.items() if _needed(each) and name not in found]
     if unknown or not found:
         reads = ", ".join(unknown) or "something else than tokens, pictures and sounds"
         raise PlanError(f"{path}: {type(module).__name__} reads {reads}: write a FILE.py:make that gives its batch")
     return found | _labels(type(module).__name__, takes, tokens, size, rows)
+
+
+def _looks(takes: Mapping[str, inspect.Parameter]) -> bool:
+    """Whether a model is given pictures: it reads nothing else, needs them, or compares them with texts."""
+    if "pixel_values" not in takes:
+        return False
+    alone = "input_ids" not in takes and "decoder_input_ids" not in takes
+    return alone or "return_loss" in takes or _needed(takes["pixel_values"])
 
 
 def words(module: nn.Module, batch: Mapping[str, Tensor]) -> str:

@@ -1,8 +1,10 @@
 """Jobs from configurations of Hugging Face: a model without weights, its blocks as units, its own loss."""
 
 import difflib
+import functools
 import inspect
 import json
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -114,19 +116,30 @@ def _model(file: Path, config: Any, transformers: Any) -> tuple[Any, str]:
     """The model on the meta device; and in words, why it is of another class than the configuration names."""
     named = getattr(config, "architectures", None) or []
     named = [named] if isinstance(named, str) else [str(name) for name in named]
-    kinds = [getattr(transformers, name, None) for name in named]
-    model = transformers.PreTrainedModel
-    found = next((each for each in kinds if isinstance(each, type) and issubclass(each, model)), None)
+    found = _class(named, transformers)
     other = f" (transformers has no model {', '.join(named)})" if named and found is None else ""
-    autos = [getattr(transformers, name) for name in HEADS]
-    auto = next((each for each in autos if type(config) in each._model_mapping), None)
-    if found is None and auto is None:
-        raise PlanError(f"{file}: transformers has no model of a {config.model_type}: write a FILE.py:make")
+    make = found or _auto(file, config, transformers)
     try:
         with empty_weights():
-            return found(config) if found else auto.from_config(config, dtype=torch.float32), other  # type: ignore[union-attr]
+            return make(config), other
     except Exception as error:  # each model has checks of its own
         raise PlanError(
             f"{file}: no {found.__name__ if found else config.model_type} can be made of this configuration: "
             f"{type(error).__name__}: {error}: correct the file, or write a FILE.py:make that makes the model"
         ) from error
+
+
+def _class(named: Sequence[str], transformers: Any) -> Any:
+    """The first of these names that is a model; None if none is."""
+    kinds = [getattr(transformers, name, None) for name in named]
+    model = transformers.PreTrainedModel
+    return next((each for each in kinds if isinstance(each, type) and issubclass(each, model)), None)
+
+
+def _auto(file: Path, config: Any, transformers: Any) -> Callable[[Any], Any]:
+    """What makes the model of a configuration that names no class."""
+    autos = [getattr(transformers, name) for name in HEADS]
+    auto = next((each for each in autos if type(config) in each._model_mapping), None)
+    if auto is None:
+        raise PlanError(f"{file}: transformers has no model of a {config.model_type}: write a FILE.py:make")
+    return functools.partial(auto.from_config, dtype=torch.float32)
