@@ -44,12 +44,13 @@ def batch_of(path: str, module: nn.Module, config: Any, rows: int, length: int |
     takes = inspect.signature(module.forward).parameters
     tokens = torch.zeros(rows, _length(path, config, length), dtype=torch.long, device="cpu")
     size = _size(config)
-    found = {"input_ids": tokens} if "input_ids" in takes else {}
+    found = {name: x for name, x in _sounds(takes, config, rows, length, dtype).items() if name in takes}
+    if "input_ids" in takes:
+        found["input_ids"] = tokens
     if size and _looks(takes):
         found["pixel_values"] = torch.zeros(rows, *size, dtype=dtype, device="cpu")
     if "decoder_input_ids" in takes and getattr(config, "is_encoder_decoder", False):
         found["decoder_input_ids"] = tokens
-    found |= {name: x for name, x in _sounds(takes, config, rows, length, dtype).items() if name in takes}
     unknown = [name for name, each in takes.items() if _needed(each) and name not in found]
     if unknown or not found:
         reads = ", ".join(unknown) or "something else than tokens, pictures and sounds"
