@@ -278,9 +278,8 @@ def test_steps_that_were_disturbed_on_any_rank_do_not_count_on_any() -> None:
     def on_a_rank() -> float:
         _, step = made(mesh, APART)
         schedule = step.trace(torch.ones(2, 16)).schedule
-        calm = [OpTime(1e-3, 1e-3, 1e-3, 0.0) for _ in schedule]
-        slow = [OpTime(9e-3, 9e-3, 9e-3, 0.0) for _ in schedule]
-        rows = [slow if number % 2 == mesh.rank else calm for number in range(40)] + [calm] * 4
+        slow, fast, calm = ([OpTime(each, each, each, 0.0) for _ in schedule] for each in (9e-3, 5e-4, 1e-3))
+        rows = [slow if number % 2 == mesh.rank else fast for number in range(40)] + [calm] * 4
         return fitted(step.programs.comms, schedule, rows, 0.0).of("update", "l0")
 
     assert mesh.run(on_a_rank) == [pytest.approx(1e-3)] * 2
