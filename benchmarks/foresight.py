@@ -85,7 +85,7 @@ def measure(args: argparse.Namespace) -> int:
     links = [setting for setting in settings if setting.rate is None or why is None]
     models = args.models or (MODELS[:1] if args.quick else MODELS)
     accumulate = args.accumulate or ([1] if args.quick else [1, 4])
-    options = {"accumulate": accumulate, "seconds": args.seconds or (10 if args.quick else 60)}
+    options = {"accumulate": accumulate, "seconds": args.seconds or (10 if args.quick else 90)}
     configuration = {"models": models, "settings": [*map(str, SETTINGS)], **options}
     report = Report("foresight", __doc__.splitlines()[0], configuration, medians=before(args))
     machine = Machine(options, args.runs)
@@ -257,7 +257,7 @@ def options(cli: argparse.ArgumentParser) -> None:
     """What can be chosen."""
     cli.add_argument("--models", nargs="+", choices=MODELS, help="instead of all")
     cli.add_argument("--accumulate", type=int, nargs="+", help="microbatches; by default 1 and 4")
-    cli.add_argument("--seconds", type=float, help="of the turns of a piece, instead of 60")
+    cli.add_argument("--seconds", type=float, help="of the turns of a piece, instead of 90")
     cli.add_argument("--settings", type=int, nargs="+", help=f"numbers of settings, 0 to {len(SETTINGS) - 1}")
     cli.add_argument("--runs", type=Path, help="a folder that keeps what was measured, and is read where it has it")
     cli.add_argument("--resume", action="store_true", help="keep the pieces that the results hold, and add others")

@@ -27,7 +27,7 @@ SPAN = 0.2
 AUTO = 7
 """Steps of ``schedule="auto"`` before it has chosen."""
 
-LONG = 0.5
+LONG = 0.15
 """A step of so many seconds is timed without one before it: what it finds in caches is little of it."""
 
 
@@ -70,7 +70,9 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
                 limits = limited(peaks) if args.auto else {}
                 steps |= {label: make(schedule=fs.Auto(memory=limit)) for label, limit in limits.items()}
                 states = {label: fs.init_state(plan, opt, seed=0) for label in steps}
-                times_of = Turns(steps, states, given).take(args.seconds / len(args.accumulate))
+                times_of = Turns(steps, states, given).take(
+                    args.seconds * times**0.5 / sum(each**0.5 for each in args.accumulate)
+                )
                 for label, step in steps.items():
                     found["cases"][f"{name}|{times}|{label}"] = {
                         "times": times_of[label],
@@ -153,7 +155,7 @@ def main() -> int:
     cli.add_argument("--models", nargs="+", default=["gpt"])
     cli.add_argument("--policies", nargs="*", default=[*policies()])
     cli.add_argument("--accumulate", type=int, nargs="*", default=[1])
-    cli.add_argument("--seconds", type=float, default=60)
+    cli.add_argument("--seconds", type=float, default=90)
     cli.add_argument("--hsdp", type=int, default=0)
     cli.add_argument("--auto", type=int, default=0)
     cli.add_argument("--shared", type=int, default=1)
