@@ -19,6 +19,9 @@ from fshard.schedule.transfers import awaited
 FORMAT = "fshard flight 1"
 RECORD = struct.Struct("<dIiQ")
 HEADER, SLOTS = 4096, 8192
+NEAR = 1.0
+"""Seconds in which ranks that wait for the same ones give up."""
+
 TRACE = "fshard trace"
 """The command that reads records."""
 
@@ -156,7 +159,8 @@ def verdict(records: Sequence[Record]) -> str:
         return "no rank has come to an op"
     absent = [rank for rank in range(records[0].ranks) if rank not in known]
     lines = [f"{ranks_text(absent)} left no record here"] if absent else []
-    lines += [line for line in [_awaited(known, absent)] if line]
+    gave_up = [rank for rank, record in known.items() if record.lost and record.written <= first + NEAR]
+    lines += [line for line in [_awaited(known, absent, gave_up)] if line]
     return "\n".join([*lines, *_rows(there, known, first)])
 
 
@@ -171,7 +175,7 @@ def _rows(records: Sequence[Record], known: Mapping[int, Record], first: float) 
         age = newest - entry.time
         since = f", for {age:.1f} s when {when}" if age > 0.05 else ""
         since += ", and went on then" if record.entries[-1].time > first else ""
-        yield f"  rank {record.rank} is at {record.words(entry)}{since}"
+        yield f"  rank {record.rank} is {'' if entry.op == OVER else 'at '}{record.words(entry)}{since}"
         yield from (f"    {line}" for line in record.reason.splitlines()[:1])
 
 
@@ -187,9 +191,9 @@ def until(record: Record, seconds: float) -> Record:
     return replace(record, entries=[entry for entry in record.entries if entry.time <= seconds] or record.entries[:1])
 
 
-def _awaited(known: Mapping[int, Record], absent: Sequence[int]) -> str:
-    """Which ranks wait for which others."""
-    waiting = [rank for rank, record in known.items() if record.waits(record.entries[-1])]
+def _awaited(known: Mapping[int, Record], absent: Sequence[int], gave_up: Sequence[int]) -> str:
+    """Which ranks wait for which others. Those that gave up waited, between steps too, as in a checkpoint."""
+    waiting = [rank for rank, record in known.items() if record.waits(record.entries[-1]) or rank in gave_up]
     late = [*absent, *_behind(known, waiting)]
     others = [rank for rank in waiting if rank not in late]
     if late and others:
@@ -205,7 +209,8 @@ def _behind(known: Mapping[int, Record], waiting: Sequence[int]) -> list[int]:
     places = {rank: record.place for rank, record in known.items()}
     least = min(places.values())
     if all(place == least for place in places.values()):
-        return [] if least[1] == math.inf else [rank for rank in known if rank not in waiting]
+        ended = least[1] == math.inf and not waiting
+        return [] if ended else [rank for rank in known if rank not in waiting]
     return [rank for rank, place in places.items() if place == least]
 
 

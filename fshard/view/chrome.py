@@ -181,9 +181,10 @@ class _Tracks:
         args = {"group": begun.op.target, "bytes": sent, "axes": axes}
         yield {"ph": "X", **place, "ts": _us(begin), "dur": _lasts(begin, end), "name": str(begun.op), "args": args}
         self.arrows += 1
+        # A wait may begin before its transfer, whose link is busy: arrows that go back in time are not drawn.
         arrow = {"cat": "wait", "name": "wait", "id": self.pid * 10**7 + self.arrows}
         yield {"ph": "s", **arrow, "pid": self.pid, "tid": tid, "ts": _us(begin)}
-        yield {"ph": "f", "bp": "e", **arrow, "pid": self.pid, "tid": DEVICE, "ts": _us(wait.begin)}
+        yield {"ph": "f", "bp": "e", **arrow, "pid": self.pid, "tid": DEVICE, "ts": max(_us(begin), _us(wait.begin))}
 
     def _row(self, lane: str, begin: float, end: float) -> int:
         ends = self.ends.setdefault(lane, [])

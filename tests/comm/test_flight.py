@@ -307,6 +307,34 @@ def test_the_watchdog_leaves_a_record_as_long_as_a_wait_lasts(temp: Path) -> Non
         watchdog.close()
 
 
+@pytest.mark.long
+def test_a_rank_that_is_between_steps_for_long_leaves_a_record_until_the_next(temp: Path) -> None:
+    flight = flight_of()
+    ran(flight, len(SCHEDULE), under_way=True)
+    assert flight.between == "between steps, after run 1"
+    watchdog = Watchdog(0, 1.0, print, flight=flight)
+    watchdog.start()
+    try:
+        until(lambda: bool([*temp.glob("*/*.flight")]))
+        reason = read_records(temp / "fshard-job")[0].reason
+        assert reason.startswith("between steps, after run 1, ") and "test_flight.py:" in reason
+        ran(flight, 3)
+        until(lambda: not [*temp.iterdir()])
+        ran(flight, len(SCHEDULE), under_way=True)
+        until(lambda: bool([*temp.glob("*/*.flight")]))
+        watchdog.end()
+        assert not [*temp.iterdir()]
+    finally:
+        watchdog.close()
+
+
+def test_a_rank_alone_or_in_a_run_is_not_between_steps() -> None:
+    alone, within = flight_of(ranks=1), flight_of()
+    ran(alone, len(SCHEDULE), under_way=True)
+    ran(within, len(SCHEDULE) - 1, under_way=True)
+    assert (alone.between, within.between, flight_of().between) == ("", "", "")
+
+
 def until(come: Callable[[], bool]) -> None:
     """Wait until something has come about."""
     deadline = time.monotonic() + 4.0

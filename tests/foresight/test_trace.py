@@ -81,6 +81,18 @@ def test_arrows_lead_from_transfers_to_their_waits(tmp_path: Path) -> None:
     assert all(ends[key]["tid"] == 0 and starts[key]["tid"] > 0 for key in starts)
 
 
+def test_arrows_go_forward_in_time_and_begin_and_end_in_slices(tmp_path: Path) -> None:
+    costs = Costs(SECONDS, Link(10.0, latency=20.0))  # waits begin before the first byte goes
+    fs.view.trace(tmp_path / "step.json", simulate(over(4, Policy()), costs))
+    found = events(tmp_path / "step.json")
+    slices = [(e["tid"], e["ts"], e["ts"] + e["dur"]) for e in found if e["ph"] == "X"]
+    starts = {e["id"]: e for e in found if e["ph"] == "s"}
+    for end in [e for e in found if e["ph"] == "f"]:
+        assert end["ts"] >= starts[end["id"]]["ts"]
+        for event in (end, starts[end["id"]]):
+            assert any(tid == event["tid"] and begin <= event["ts"] <= over for tid, begin, over in slices)
+
+
 @pytest.mark.parametrize("part", [1, 3, 7, 1e3 / 13])
 def test_slices_of_a_track_do_not_overlap_to_the_nanosecond(tmp_path: Path, part: float) -> None:
     schedule = over(4, Policy(prefetch=0, reduces=1))
@@ -177,6 +189,16 @@ def test_a_rank_that_came_late_is_named_though_it_went_on(tmp_path: Path) -> Non
     assert told[3].startswith(f"  rank 1 is at op {wait} of ") and told[3].endswith(", and went on then")
     assert told[5] == f"  rank 2 is at op {wait} of {len(schedule)}, '{schedule[wait]}', of run 7"
     assert told[2::2] == ["    rank 2 gave up", "    rank 2 gave up", "    rank 0 did not come"]
+
+
+def test_a_rank_that_gave_up_between_steps_waited(tmp_path: Path) -> None:
+    made(tmp_path, {0: OVER}, 2, lost=True, written=10.0, reason="rank 1 did not come")
+    told = verdict(read_records(tmp_path)).splitlines()
+    assert told[:2] == ["rank 1 left no record here", "rank 0 waits for rank 1"]
+    assert told[2].startswith("  rank 0 is between steps, after run 7, for 1.0 s when the first rank gave up")
+    made(tmp_path, {1: OVER}, 2, reason="between steps, after run 7, train.py:12")
+    told = verdict(read_records(tmp_path)).splitlines()
+    assert told[0] == "rank 0 waits for rank 1" and told[3].startswith("  rank 1 is between steps, after run 7")
 
 
 def test_a_failure_of_long_ago_is_not_the_last_one(tmp_path: Path) -> None:

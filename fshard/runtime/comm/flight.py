@@ -78,6 +78,13 @@ class Flight:
         self.passing = False
         self.lock = threading.Lock()
 
+    @property
+    def between(self) -> str:
+        """After which run this rank is, in words; empty if it is in one, or alone."""
+        last = self.runs[-1] if self.runs and self.ranks > 1 else None
+        over = last is not None and last.ops and last.ops[-1] == last.schedule[-1] and len(last.times) > len(last.ops)
+        return f"between steps, after run {last.number}" if last is not None and over else ""
+
     def begin(self, schedule: Schedule, ops: Sequence[Op], times: Sequence[float]) -> None:
         """A run begins, whose executor adds ops and times to these lists. Runs count in which all ranks have met."""
         number = 1

@@ -2,14 +2,16 @@
 
 A wait for another rank registers itself in a table, which costs a tuple. For a wait that lasts some seconds, the thread
 leaves a note in the store with this rank's call and line; after ten seconds it prints one line that says which rank
-waits for which. A rank whose program has been at one op of its schedule for as long leaves a note, too: others may wait
-for it. Errors quote the notes of all ranks. If a wait lasts well beyond its timeout, the thread prints the error and
-ends the process.
+waits for which. A rank whose program has been at one op of its schedule for as long, or between two steps, leaves a
+note, too: others may wait for it. Errors quote the notes of all ranks. If a wait lasts well beyond its timeout, the
+thread prints the error and ends the process.
 """
 
+import atexit
 import os
 import sys
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -111,10 +113,17 @@ class Watchdog:
         if self.thread is None and not self.closed.is_set():
             self.thread = threading.Thread(target=self._run, name="fshard: who waits for whom", daemon=True)
             self.thread.start()
+            atexit.register(_ended, weakref.ref(self))
 
     def close(self) -> None:
         """End the thread."""
         self.closed.set()
+
+    def end(self) -> None:
+        """The process ends. Between steps that is no reason for a record."""
+        self.close()
+        if self.flight is not None and self.flight.between:
+            self.flight.withdraw()
 
     @contextmanager
     def waiting(self, what: str, rank: int = -1) -> Iterator[None]:
@@ -184,8 +193,14 @@ class Watchdog:
                     self._look(thread, last)
             self.seen = {thread: seen for thread, seen in self.seen.items() if thread in now}
             if not self.seen and not self.failed:
-                main = threading.main_thread().ident
-                self._leave(place(main) if self.told.at(op_of(main), self.tick) >= self.early else "")
+                self._look_at(threading.main_thread().ident)
+
+    def _look_at(self, main: int | None) -> None:
+        """Act on a program that is for long at one op, or between two steps: in a data loader, say."""
+        op = op_of(main)
+        between = self.flight.between if self.flight is not None and not op else ""
+        late = self.told.at(op or between, self.tick) >= self.early
+        self._leave(", ".join(filter(None, (between, place(main)))) if late else "")
 
     def _look(self, thread: int, seen: Seen) -> None:
         """Act on a wait that has lasted one tick more."""
@@ -228,3 +243,9 @@ class Watchdog:
 
     def _key(self, rank: int) -> str:
         return f"{self.name}/at/{rank}"
+
+
+def _ended(watchdog: "weakref.ref[Watchdog]") -> None:
+    found = watchdog()
+    if found is not None:
+        found.end()
