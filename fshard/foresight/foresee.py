@@ -13,7 +13,7 @@ from fshard.arguments import size_text
 from fshard.errors import PlanError, lines
 from fshard.foresight.packing import packing_seconds
 from fshard.optim.contract import contract
-from fshard.runtime.memory.optimizer_layout import beside_bytes
+from fshard.runtime.memory.optimizer_layout import beside_bytes, visiting_bytes
 from fshard.schedule.auto import Candidate, tried
 from fshard.schedule.build import build
 from fshard.schedule.candidates import Task, candidates
@@ -26,7 +26,7 @@ from fshard.schedule.policy import Policy
 from fshard.schedule.schedule import Schedule
 from fshard.schedule.simulate import Simulation, simulate
 from fshard.schedule.trace import Trace
-from fshard.schedule.transfers import moves
+from fshard.schedule.transfers import HOST, moves
 from fshard.sharding.layout import Group
 from fshard.sharding.mesh import Axes, abstract_mesh
 from fshard.sharding.plan import Plan
@@ -169,7 +169,7 @@ class Foresight:
         plan: where the leaves are.
         hardware: what it would run on.
         groups: what the plan says of each group.
-        state_bytes: parameter shards and optimizer state.
+        state_bytes: parameter shards and optimizer state on the device.
         candidates: the policies, the fastest first.
         chosen: the fastest of those that fit; of all, if none does.
         simulation: a step with that policy.
@@ -179,6 +179,7 @@ class Foresight:
         scaling: seconds of a step by the number of ranks, with as large a batch a rank.
         task: what policies were tried for.
         words: what the model and its batch are, where the user did not write them.
+        host_bytes: parameter shards, optimizer state and gradients in host memory.
     """
 
     plan: Plan
@@ -194,6 +195,7 @@ class Foresight:
     scaling: Mapping[int, float]
     task: Task = field(repr=False)
     words: str = ""
+    host_bytes: int = 0
 
     @property
     def peak_bytes(self) -> int:
@@ -287,6 +289,7 @@ def foresee(
         model_flops(task),
         dict(scaling(task, plan, hardware, chosen.policy)),
         task,
+        host_bytes=host_bytes(step, plan),
     )
 
 
@@ -296,26 +299,37 @@ def task_of(step: TrainStep, found: Trace, plan: Plan) -> Task:
         raise PlanError("a run has found this program, which depends on values of tensors: it cannot be foreseen")
     schedule, accumulate = found.schedule, step.options.accumulate
     bare = Task(schedule.program, schedule.groups, found.needs, accumulate, axes=found.program_axes)
-    return on_plan(replace(bare, graphs=found.graphs), plan)
+    return on_plan(replace(bare, graphs=found.graphs), plan, step)
 
 
-def on_plan(task: Task, plan: Plan) -> Task:
-    """The task on the groups of another plan of the same leaves."""
+def on_plan(task: Task, plan: Plan, step: TrainStep) -> Task:
+    """The task on the groups of another plan of the same leaves, with the optimizer of a step."""
+    visiting = visiting_bytes(plan, contract(step.opt))
     beside = tuple(task.groups[len(plan.groups) :])  # these travel between steps
     axes = fast_axes(plan)
-    second = {axes: (*group_infos(plan, None, axes), *beside)} if axes else {}
+    second = {axes: (*group_infos(plan, visiting, axes), *beside)} if axes else {}
     full = all(group.reduce_dtype == group.dtype for group in plan.groups)
-    return replace(task, groups=(*group_infos(plan), *beside), second=second, full=full)
+    return replace(task, groups=(*group_infos(plan, visiting), *beside), second=second, full=full)
 
 
 def state_bytes(step: TrainStep, plan: Plan) -> int:
-    """Bytes of parameter shards and optimizer state on a rank."""
-    rule = contract(step.opt)
-    total = 0
+    """Bytes of parameter shards and optimizer state on a rank's device."""
+    return _state(step, plan)[0]
+
+
+def host_bytes(step: TrainStep, plan: Plan) -> int:
+    """Bytes of parameter shards, optimizer state and gradients that a rank keeps in host memory."""
+    offloads = [move for info in group_infos(plan) for move in info.transfers if move.target == HOST]
+    return _state(step, plan)[1] + sum(move.sent for move in offloads)
+
+
+def _state(step: TrainStep, plan: Plan) -> tuple[int, int]:
+    """Bytes of parameter shards and optimizer state on the device, and in host memory."""
+    rule, held = contract(step.opt), [0, 0]
     for group in plan.groups:
-        total += shard_bytes(group)
-        total += beside_bytes(group, plan.mesh, rule)
-    return total
+        held[group.kinds.param != "device"] += shard_bytes(group)
+        held[group.kinds.opt != "device"] += beside_bytes(group, plan.mesh, rule)
+    return held[0], held[1]
 
 
 def shard_bytes(group: Group) -> int:

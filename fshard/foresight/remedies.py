@@ -75,7 +75,7 @@ def _more_ranks(seen: Foresight, step: TrainStep, task: Task, limit: int) -> Ite
             plan = seen.plan.source.plan(mesh, seen.plan.batch, seen.plan.precision)
         except PlanError:  # more ranks do not divide a dim, or have no use for a format
             return
-        wider = on_plan(task, plan)
+        wider = on_plan(task, plan, step)
         one, _ = tried(wider, seen.least.policy, seen.hardware.of(wider, plan))
         peak = state_bytes(step, plan) + seen.hardware.held(plan, one, wider)
         if peak <= limit:

@@ -195,7 +195,7 @@ class Programs:
             key = (repr(remat), *self._traced(plan))  # it may be a list
             if key not in self.tasks:
                 self.tasks[key] = task_of(step, step.trace(batch), plan)
-            yield remat, step, batch, on_plan(self.tasks[key], plan)
+            yield remat, step, batch, on_plan(self.tasks[key], plan, step)
 
     def _traced(self, plan: Plan) -> Iterator[Hashable]:
         """What a program depends on, beside the job: groups, and the mesh where leaves are cut or it makes the job."""

@@ -25,7 +25,7 @@ from fshard.runtime.execution import (
     gradients_of,
 )
 from fshard.runtime.execution.timed import Timed
-from fshard.runtime.memory.optimizer_layout import most_bytes
+from fshard.runtime.memory.optimizer_layout import visiting_bytes
 from fshard.runtime.steps import (
     Decisions,
     Options,
@@ -319,10 +319,5 @@ class TrainStep(OneFunction):
 
 def programs_of(plan: Plan, options: Options, opt: Contract) -> Programs:
     """The programs of a train step."""
-    moved = [group for group in plan.groups if group.update_staged and group.kinds.moved[1]]
-    return make_programs(
-        plan,
-        options.running,
-        accumulate=options.accumulate,
-        visiting={group.id: most_bytes(group.owned, plan.mesh, opt) for group in moved},
-    )
+    visiting = visiting_bytes(plan, opt)
+    return make_programs(plan, options.running, accumulate=options.accumulate, visiting=visiting)

@@ -112,6 +112,12 @@ def most_bytes(group: Group, mesh: Mesh, opt: Contract) -> int:
     return max(sum(layout.length * layout.dtype.itemsize for layout in one.values()) for one in every)
 
 
+def visiting_bytes(plan: Plan, opt: Contract) -> dict[int, int]:
+    """Bytes of optimizer state that visit the side on which they are updated, by group id."""
+    moved = [group for group in plan.groups if group.update_staged and group.kinds.moved[1]]
+    return {group.id: most_bytes(group.owned, plan.mesh, opt) for group in moved}
+
+
 def beside_bytes(group: Group, mesh: Mesh, opt: Contract) -> int:
     """Bytes of all buffers beside one group's shard, on the rank with most: the optimizer's, and those in ``KEPT``."""
     if not group.trainable:
