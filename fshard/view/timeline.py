@@ -41,7 +41,7 @@ OUTSIDE = (0.42, 0.45, 0.5, 1.0)
 """The color of groups and of code outside of units."""
 
 CAPTION = "from left to right: the order of ops, not time.  Outlined: a transfer with no compute op to hide behind."
-TIMED = "from left to right: time.  Outlined: a transfer that compute waits for.  The step: "
+TIMED = "from left to right: time.  Outlined: a transfer that compute waits for.\nThe step: "
 
 FONT = 8.5
 CHARACTER = 0.066
@@ -95,7 +95,7 @@ def timeline(schedule: Schedule, simulation: Simulation | None = None) -> "Figur
         scale = edges[-1] / simulation.seconds
         edges = [time * scale for time in (*simulation.issued, simulation.seconds)]
         drawn = list(bars(schedule, simulation, scale))
-    width = min(max(2.0 + 0.66 * edges[-1], 8.0), 40.0)
+    width = min(max(2.0 + 0.66 * edges[-1], 10.0), 40.0)
     rows = stacked(drawn, edges[-1] / (width - 1.6) * CHARACTER)
     highest = {bar.lane: row for bar, row in sorted(rows, key=lambda pair: pair[1])}
     heights = {lane: 1 + highest[lane] for lane in lanes() if lane in highest}
@@ -219,8 +219,7 @@ def _bands(ax: "Axes", ops: Sequence[Op], edges: Sequence[float]) -> None:
 
 def _lanes(ax: "Axes", rows: Sequence[tuple[Bar, int]], heights: Mapping[str, int], colors: Mapping[str, Any]) -> None:
     tops = dict(zip(heights, accumulate((height + 0.45 for height in heights.values()), initial=0.0), strict=False))
-    low, high = ax.get_xlim()
-    character = (high - low) / (ax.figure.get_figwidth() - 1.6) * CHARACTER  # type: ignore[union-attr]
+    character = _character(ax)
     for bar, row in rows:
         color = colors.get(bar.group, OUTSIDE)
         y, width = tops[bar.lane] + row, bar.end - bar.begin
@@ -231,6 +230,13 @@ def _lanes(ax: "Axes", rows: Sequence[tuple[Bar, int]], heights: Mapping[str, in
     for text in ax.get_yticklabels():
         text.set(color=INK, weight="bold", fontsize=FONT + 1)
     ax.set_ylim(max(tops[lane] + heights[lane] for lane in heights) + 0.1, -0.95)
+
+
+def _character(ax: "Axes") -> float:
+    """The width of a character on the axis of ops."""
+    low, high = ax.get_xlim()
+    width = ax.figure.get_figwidth()  # type: ignore[union-attr]
+    return float((high - low) / (width - 1.6) * CHARACTER)
 
 
 def _label(ax: "Axes", bar: Bar, y: float, character: float, inside: str) -> None:
@@ -247,14 +253,15 @@ def _label(ax: "Axes", bar: Bar, y: float, character: float, inside: str) -> Non
 
 def _phases(ax: "Axes", schedule: Schedule, edges: Sequence[float]) -> None:
     """A line over each run of forward and of backward ops."""
-    several = len(schedule.stages.microbatches) > 1
+    several, character = len(schedule.stages.microbatches) > 1, _character(ax)
     computes = [(at, op) for at, op in enumerate(schedule.ops) if op.kind in UNIT_KINDS]
     for (kind, microbatch), run in groupby(computes, key=lambda pair: (pair[1].kind, pair[1].microbatch)):
         places = [at for at, _ in run]
         begin, end = edges[places[0]], edges[places[-1] + 1]
         words = f"{kind} @{microbatch}" if several else kind
         ax.plot([begin + 0.05, end - 0.05], [-0.3, -0.3], color=PALE, linewidth=1.0, solid_capstyle="butt")
-        ax.text((begin + end) / 2, -0.42, words, ha="center", va="bottom", fontsize=FONT + 0.5, color=GRAY)
+        if len(words) * character <= end - begin:  # others would lie on each other
+            ax.text((begin + end) / 2, -0.42, words, ha="center", va="bottom", fontsize=FONT + 0.5, color=GRAY)
 
 
 def _memory(ax: "Axes", schedule: Schedule, edges: Sequence[float]) -> None:
@@ -279,4 +286,4 @@ def _memory(ax: "Axes", schedule: Schedule, edges: Sequence[float]) -> None:
     words = f"{size_text(size)} at most; the arena, which is there all the time, has {size_text(memory.arena_bytes)}"
     ax.text(edges[-1], size * 1.03, words, ha="right", va="bottom", fontsize=FONT, color=ALERT)
     if any(below):
-        ax.legend(loc="upper left", ncols=5, frameon=False, fontsize=FONT, labelcolor=INK, borderaxespad=0.1)
+        ax.legend(loc="upper left", ncols=4, frameon=False, fontsize=FONT, labelcolor=INK, borderaxespad=0.1)

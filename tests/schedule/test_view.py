@@ -94,3 +94,14 @@ def test_without_matplotlib_it_says_how_to_get_it(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(builtins, "__import__", missing)
     with pytest.raises(ImportError, match=r'pip install "fshard\[view\]"'):
         timeline(SCHEDULES["default"])
+
+
+def test_nothing_of_a_small_timeline_is_cut_off() -> None:
+    text = pytest.importorskip("matplotlib.text").Text
+    schedule = SCHEDULES["default"]
+    costs = fs.sim.Costs({("forward", ""): 1e-9, ("backward", ""): 1e-9}, fs.sim.Link(1.0, 1e-3))
+    run = fs.sim.simulate(schedule, costs)
+    figure = timeline(schedule, run)
+    figure.draw_without_rendering()
+    shown = [each for each in figure.findobj(text) if each.get_text()]
+    assert max(each.get_window_extent().x1 for each in shown) <= figure.bbox.width
