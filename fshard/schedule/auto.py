@@ -5,7 +5,7 @@ Automatic choice by a cost model over a small set of plans, as Alpa (Zheng et al
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from fshard import markup
@@ -114,12 +114,15 @@ class Choice:
         budget: the limit on memory, in bytes.
         task: what the policy was chosen for. ``task.again`` are the units that are computed again: none, unless no
             policy fits without.
+        measured: seconds of a step, by policy, of those that were timed against each other. Empty where the choice is
+            by simulated times alone.
+        settled: whether it stays. If not, steps of the run are still being timed, and not all run under this policy.
 
     Example::
 
         step = fs.make_train_step(loss_fn, opt, plan, schedule=fs.Auto(memory=8 * 2**30))
-        ...  # after the first steps, which measure
-        print(step.choice)  # the policies that were tried, with their seconds and bytes
+        ...  # after the first step
+        print(step.trace(batch).choice)  # the policies that were tried, with their seconds and bytes
     """
 
     schedule: Schedule = field(repr=False)
@@ -127,6 +130,8 @@ class Choice:
     rates: Rates | Costs
     budget: int | None
     task: Task = field(repr=False)
+    measured: Mapping[Policy, float] = field(default_factory=dict, repr=False)
+    settled: bool = True
 
     @property
     def policy(self) -> Policy:
@@ -139,36 +144,51 @@ class Choice:
         mine = self.policy, self.task.again
         return next(each for each in self.candidates if (each.policy, each.again) == mine)
 
-    def __str__(self) -> str:
+    @property
+    def reason(self) -> str:
+        """What decided, and by which costs."""
         limit = f"at most {size_text(self.budget)}" if self.budget is not None else "no limit on memory"
-        rows = [
-            f"chose {self.chosen.words}",
-            f"the least memory among the fastest (within {TIE - 1:.0%}), {limit}; {self.rates}",
-            f"{'step':>12} {'exposed':>12} {'memory':>10}  policy",
-        ]
-        chosen = self.chosen
+        among = f"the least memory among the fastest (within {TIE - 1:.0%})"
+        if not self.settled:
+            among = f"so far, since steps are still being timed, {among} by foresight"
+        elif self.measured:
+            among += f" of {len(self.measured)} policies that were timed in turns"
+        return f"{among}, {limit}; {self.rates}"
+
+    def __str__(self) -> str:
+        head = f"{'step':>12} {'exposed':>12} {'memory':>10}  policy"
+        rows = [f"chose {self.chosen.words}", self.reason, f"{'measured':>12} {head}" if self.measured else head]
         for each in self.candidates:
-            over = self.budget is not None and each.memory.peak_bytes > self.budget
-            mark = " <- chosen" if each is chosen else " (over the limit)" if over else ""
+            took = f"{self._took(each):>12} " if self.measured else ""
+            mark = self._mark(each)
             rows.append(
-                f"{time_text(each.seconds):>12} {time_text(each.exposed):>12} "
-                f"{size_text(each.memory.peak_bytes):>10}  {each.words}{mark}"
+                f"{took}{time_text(each.seconds):>12} {time_text(each.exposed):>12} "
+                f"{size_text(each.memory.peak_bytes):>10}  {each.words}{mark and f' {mark}'}"
             )
         return "\n".join(rows)
+
+    def _took(self, candidate: Candidate) -> str:
+        """What its steps took, if they were timed."""
+        timed = candidate.again == self.task.again and candidate.policy in self.measured
+        return time_text(self.measured[candidate.policy]) if timed else ""
+
+    def _mark(self, candidate: Candidate) -> str:
+        """What is special about a candidate."""
+        over = self.budget is not None and candidate.memory.peak_bytes > self.budget
+        return "<- chosen" if candidate is self.chosen else "(over the limit)" if over else ""
 
     def _repr_html_(self) -> str:
         slowest = max(each.seconds for each in self.candidates)
         largest = max(each.memory.peak_bytes for each in self.candidates)
-        rows, chosen = [], self.chosen
+        rows = []
         for each in self.candidates:
-            over = self.budget is not None and each.memory.peak_bytes > self.budget
-            mark = "chosen" if each is chosen else "over the limit" if over else ""
             step = [("busy", each.seconds - each.exposed), ("exposed", each.exposed)]
             memory = markup.bar([("memory", each.memory.peak_bytes)], largest, 120)
-            size = size_text(each.memory.peak_bytes)
-            rows.append([each.words, mark, time_text(each.seconds), markup.bar(step, slowest, 160), size, memory])
-        head = ["policy", "", "step", "", "memory", ""]
-        return markup.shown(str(self).splitlines()[1], markup.table(head, rows, 2), markup.legend(["busy", "exposed"]))
+            size, mark = size_text(each.memory.peak_bytes), self._mark(each).strip("<- ()")
+            bar = markup.bar(step, slowest, 160)
+            rows.append([each.words, mark, self._took(each), time_text(each.seconds), bar, size, memory])
+        head = ["policy", "", "measured" if self.measured else "", "step", "", "memory", ""]
+        return markup.shown(self.reason, markup.table(head, rows, 2), markup.legend(["busy", "exposed"]))
 
 
 def nothing_else() -> Sequence[Task]:

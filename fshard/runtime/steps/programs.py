@@ -22,6 +22,7 @@ from fshard.runtime.execution.wires import compile_kernels
 from fshard.runtime.memory.gradients import FlatGradients, GradientBuffers
 from fshard.runtime.memory.step_memory import StepMemory
 from fshard.runtime.steps.backends import make_cache, packing_kernels
+from fshard.runtime.steps.contests import Contest
 from fshard.runtime.steps.options import Running
 from fshard.runtime.steps.rates import Again, decided, foreseen
 from fshard.runtime.steps.trials import Trial, begun
@@ -69,7 +70,7 @@ class Prepared:
     route: Route | None = None
     axes: tuple[Axes, ...] = ()
     digest: int = 0
-    trial: Trial | None = None
+    trial: Trial | Contest | None = None
 
     def text(self) -> str:
         """What ``digest`` is of, in lines."""
@@ -114,7 +115,7 @@ class Programs:
     engine: EngineMaker = Engine
     executor: ExecutorMaker = Scheduled
     choices: dict[str, Choice] = field(default_factory=dict)
-    trials: dict[str, Trial] = field(default_factory=dict)
+    trials: dict[str, Trial | Contest] = field(default_factory=dict)
     made: dict[Hashable, Prepared] = field(default_factory=dict)
 
     def again(self, engine: EngineMaker) -> "Programs":
@@ -162,16 +163,19 @@ class Programs:
         return auto if text not in self.choices or (trial is not None and trial.over) else None
 
     def decide(self, found: Found, auto: Auto, retraced: Retraced) -> None:
-        """Choose the policy of a program: by rates, and again by what timed steps cost. Collective."""
+        """Choose the policy of a program: by rates, by what timed steps cost, and by what steps take. Collective."""
         text = found.program.text
-        trial = self.trials.pop(text, None)
-        if trial is not None:
-            self.choices[text] = trial.conclude(self.comms, auto) or self.choices[text]
-            return
-        chosen = self.choices[text] = decided(self.plan, self.comms, self._task(found), auto, self._again(retraced))
-        trial = begun(chosen.task, auto, self.plan.mesh.size)
-        if trial is not None:
-            self.trials[text] = trial
+        trial, choice = self.trials.pop(text, None), self.choices.get(text)
+        following: Trial | Contest | None
+        if trial is None or choice is None:
+            choice = decided(self.plan, self.comms, self._task(found), auto, self._again(retraced))
+            following = begun(self.comms, choice, auto)
+        else:
+            self._release()
+            choice, following = trial.conclude(self.comms, auto, choice)
+        self.choices[text] = replace(choice, settled=following is None)
+        if following is not None:
+            self.trials[text] = following
 
     def remat_of(self, found: Found) -> Remat:
         """Which units of a program are computed again in their backward."""
@@ -201,10 +205,12 @@ class Programs:
         """A program with its schedule, made at the first call."""
         program, weighted, foreign = found.program, found.weighted, found.foreign
         trial = self.trials.get(program.text)
-        key = (program.text, weighted, foreign, found.inner, found.axes, found.exact, trial is not None)
+        timed = None if trial is None else trial.schedule.policy
+        key = (program.text, weighted, foreign, found.inner, found.axes, found.exact, timed)
         if key not in self.made:
             schedule = self.trace(found).schedule if trial is None else trial.schedule
-            placed = self.placed(found, self._arena(schedule.memory.arena_bytes), schedule.memory.offsets)
+            arena = self._arena((trial or schedule.memory).arena_bytes)
+            placed = self.placed(found, arena, schedule.memory.offsets)
             number = int(schedule.hash[:15], 16)
             number = digest((number, found.axes)) if found.axes else number
             route = make_route(schedule, placed.actions)
@@ -299,12 +305,16 @@ class Programs:
     def _arena(self, size: int) -> Tensor:
         memory = self.memory
         if memory.arena is None or memory.arena.numel() < size:
-            # Programs made before hold views of the old arena, some in cycles: they are made again when they come up.
-            for prepared in self.made.values():
-                prepared.engine.slots.release()
-            self.made.clear()
+            self._release()
             memory.arena = memory.new_arena(size)
         return memory.arena
+
+    def _release(self) -> None:
+        """Let go of the arena, and of programs that hold views of it, some in cycles: they are made again."""
+        for prepared in self.made.values():
+            prepared.engine.slots.release()
+        self.made.clear()
+        self.memory.arena = None
 
 
 def make_programs(

@@ -43,6 +43,7 @@ from fshard.runtime.steps.handshake import Intent, agree, uneven_rows
 from fshard.runtime.steps.passes import Passes
 from fshard.runtime.steps.programs import Prepared, Programs
 from fshard.runtime.steps.records import Agreed, Latest, Measured, Outcome, Ran, Ready, Request
+from fshard.runtime.steps.trials import Trial
 from fshard.schedule.auto import Auto
 
 PATIENCE = 3
@@ -148,7 +149,7 @@ class Runner:
     def _executor(self, prepared: Prepared, given: Request) -> Scheduled | OnDemand:
         if prepared.route is not None:
             prepared.actions.start(given.shards, given.update, self.in_backward, given.accumulated, given.feedback)
-            maker = self.programs.executor if prepared.trial is None else Timed
+            maker = Timed if isinstance(prepared.trial, Trial) else self.programs.executor
             executor = maker(prepared.route, prepared.actions, given.shield)
             watch = executor.watch if isinstance(executor, Timed) else None
             self.latest = Latest(prepared.route.schedule, executor.record, executor.times, prepared, watch)
@@ -350,11 +351,13 @@ class Runner:
     # -- conclude -----------------------------------------------------------------------------------------------------
 
     def _conclude(self, outcome: Outcome) -> Outcome:
-        verdict = outcome.verdict
+        verdict, latest = outcome.verdict, self.latest
+        trial = latest.prepared.trial if latest.prepared is not None else None
         if verdict.worst == FAILED:
+            if trial is not None:
+                trial.fail()
             own = verdict.status[self.plan.mesh.rank]
             raise_failure(self.programs.comms.control, outcome.end.failure, verdict.status, own)
-        watch, prepared = self.latest.watch, self.latest.prepared
-        if watch is not None and prepared is not None and prepared.trial is not None:
-            prepared.trial.note(watch)
+        if trial is not None:
+            trial.note(latest.times, latest.watch)
         return outcome

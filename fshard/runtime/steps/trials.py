@@ -7,6 +7,7 @@ from fshard.errors import PlanError
 from fshard.runtime.comm.communicators import Communicators
 from fshard.runtime.execution.timed import Stopwatch
 from fshard.runtime.steps.calibrate import fitted_by_all, op_times
+from fshard.runtime.steps.contests import Contest, opened
 from fshard.schedule.auto import Auto, Choice, choose
 from fshard.schedule.build import build
 from fshard.schedule.candidates import Task
@@ -39,34 +40,55 @@ class Trial:
         """Whether all of them are made."""
         return len(self.steps) >= WARM + TIMED
 
-    def note(self, watch: Stopwatch) -> None:
-        """A step is made, on all ranks."""
+    @property
+    def arena_bytes(self) -> int:
+        """The arena of its steps."""
+        return self.schedule.memory.arena_bytes
+
+    def note(self, times: Sequence[float], watch: Stopwatch | None) -> None:
+        """A step is made, on all ranks.
+
+        Args:
+            times: not used.
+            watch: what its ops took.
+        """
+        assert watch is not None
         try:
             self.steps.append(op_times(watch, len(self.schedule)))
         except PlanError:
             self.steps.append(())
 
-    def conclude(self, comms: Communicators, auto: Auto) -> Choice | None:
-        """The choice by what the steps cost; None if a rank's left their schedule. Collective."""
+    def fail(self) -> None:
+        """A step has failed, on all ranks: it is made again."""
+
+    def conclude(self, comms: Communicators, auto: Auto, choice: Choice) -> tuple[Choice, Contest | None]:
+        """The choice by what the steps cost, or the given one if a rank's left their schedule; and its contest.
+
+        Collective.
+        """
         steps = [step for step in self.steps[WARM:] if step]
         costs = fitted_by_all(comms, self.schedule, steps if len(steps) == TIMED else [])
-        return None if costs is None else choose(self.task, auto, costs)
+        made = choice if costs is None else choose(self.task, auto, costs)
+        return made, opened(comms, made)
 
 
-def begun(task: Task, auto: Auto, size: int) -> Trial | None:
-    """The trial of a program; None where nothing is to be found out, or where timed steps exceed the memory.
+def begun(comms: Communicators, choice: Choice, auto: Auto) -> Trial | Contest | None:
+    """What follows the first choice of a program: its trial, or at once its contest if timed steps exceed the memory.
+
+    None where rates were given, or nothing is to be found out. Collective.
 
     Args:
-        task: with the needs that all ranks agreed on.
+        comms: the communicators of the plan.
+        choice: by rates, with the needs that all ranks agreed on.
         auto: what was asked for.
-        size: ranks of the mesh.
     """
-    if size == 1 or auto.compute is not None or auto.wire is not None or not task.needs:
+    task = choice.task
+    if comms.plan.mesh.size == 1 or auto.compute is not None or auto.wire is not None or not task.needs:
         return None
     kept = [secondary(*axes) for axes in task.second]
     policy = replace(APART, update=auto.update, reshard=kept[0] if kept else True)  # it times gathers of both kinds
     schedule = build(task.program, task.under(policy).groups, policy, task.accumulate, task.train)
     check(schedule)
     if auto.memory is not None and footprint(schedule, task.needs, task.graphs).peak_bytes > auto.memory:
-        return None
+        return opened(comms, choice)
     return Trial(schedule, task)

@@ -1,0 +1,96 @@
+"""Contests of ``schedule="auto"``: after foresight's choice, steps under a handful of policies are timed."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+
+from fshard.runtime.comm.communicators import Communicators
+from fshard.runtime.comm.exchange import exchange
+from fshard.runtime.execution.timed import Stopwatch
+from fshard.schedule.auto import Auto, Choice
+from fshard.schedule.contest import Round, contenders, quartile
+from fshard.schedule.policy import Policy
+from fshard.schedule.schedule import Schedule
+
+SPARE = 0.9
+"""The share of a device's free memory that contenders may take: an allocator has it in pieces."""
+
+
+@dataclass(frozen=True)
+class Contest:
+    """A round of a program's contest so far.
+
+    Attributes:
+        round: the contenders that are in it.
+        foreseen: the policy that foresight has chosen.
+        seconds: what each step took on this rank.
+        failed: the contenders whose step failed.
+    """
+
+    round: Round
+    foreseen: Policy
+    seconds: list[float] = field(default_factory=list)
+    failed: list[int] = field(default_factory=list)
+
+    @property
+    def schedule(self) -> Schedule:
+        """That of the next step."""
+        return self.round.contenders[self.round.who(len(self.seconds))].schedule
+
+    @property
+    def arena_bytes(self) -> int:
+        """The arena of its steps."""
+        return self.round.arena_bytes
+
+    @property
+    def over(self) -> bool:
+        """Whether ranks have to meet: the round is over, or goes on without some."""
+        return bool(self.failed) or len(self.seconds) >= self.round.steps
+
+    def note(self, times: Sequence[float], watch: Stopwatch | None) -> None:
+        """A step is made, on all ranks. What counts begins when all ranks have shaken hands.
+
+        Args:
+            times: when each op began, and when the last one was over.
+            watch: not used.
+        """
+        self.seconds.append(times[-1] - times[1])
+
+    def fail(self) -> None:
+        """A step has failed, on all ranks. Its contender leaves, unless foresight would have run it, too."""
+        lost = self.round.who(len(self.seconds))
+        if self.round.contenders[lost].policy != self.foreseen:
+            self.failed.append(lost)
+
+    def conclude(self, comms: Communicators, auto: Auto, choice: Choice) -> "tuple[Choice, Contest | None]":
+        """The choice by the steps so far, and the next round. Collective."""
+        if self.failed:
+            return self._following(choice, self.round.without(self.failed[0]))
+        row = torch.tensor(self.seconds, dtype=torch.float64, device="cpu")
+        seconds = exchange(comms.control, row).max(0).values.tolist()
+        took = zip(self.round.contenders, self.round.times(seconds), strict=True)
+        measured = {**choice.measured, **{each.policy: quartile(times) for each, times in took}}
+        return self._following(replace(choice, measured=measured), self.round.after(seconds))
+
+    def _following(self, choice: Choice, on: Round) -> "tuple[Choice, Contest | None]":
+        """What follows if these go on: another round, or the winner."""
+        if len(on.contenders) > 1:
+            return choice, Contest(on, self.foreseen)
+        return replace(choice, schedule=on.contenders[0].schedule), None
+
+
+def opened(comms: Communicators, choice: Choice) -> Contest | None:
+    """The first round of a program's contest; None if nothing else is worth timing. Collective on devices."""
+    first = Round(contenders(choice, room(comms)))
+    return Contest(first, choice.policy) if len(first.contenders) > 1 else None
+
+
+def room(comms: Communicators) -> int | None:
+    """The bytes that contenders may hold on the device that has the least; None on the host. Collective on devices."""
+    device = comms.plan.mesh.device
+    if device.type != "cuda":
+        return None
+    cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    free = torch.tensor([SPARE * (torch.cuda.mem_get_info(device)[0] + cached)], dtype=torch.float64, device="cpu")
+    return int(exchange(comms.control, free).min())
