@@ -6,7 +6,6 @@ Successive halving (Jamieson and Talwalkar, 2016): all are timed for a few turns
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import groupby
 
 from fshard.schedule.auto import TIE, Candidate, Choice
 from fshard.schedule.build import build
@@ -154,12 +153,11 @@ def _promising(choice: Choice, limit: float) -> Iterator[Candidate]:
     again = choice.task.again
     fits = [each for each in choice.candidates if each.again == again and each.memory.peak_bytes <= limit]
     fastest = min((each.seconds for each in fits), default=0.0)
-    near = [each for each in fits if each.seconds <= WORTH * fastest]
-    kinds = [str((each.policy.reshard, each.policy.accumulation)) for each in near]
-    first = {kind: at for at, kind in reversed([*enumerate(kinds)])}
-    rows = sorted(zip(kinds, near, strict=True), key=lambda row: (first[row[0]], row[1].seconds))
-    for _, group in groupby(rows, key=lambda row: row[0]):
-        kind = [each for _, each in group]
+    kinds: dict[str, list[Candidate]] = {}
+    for each in fits:  # the fastest first
+        if each.seconds <= WORTH * fastest:
+            kinds.setdefault(f"{each.policy.reshard} {each.policy.accumulation}", []).append(each)
+    for kind in kinds.values():
         ahead = [each for each in kind if each.policy.prefetch >= 2 and each.policy.reduces >= 2]
         yield from (_best(some) for some in (ahead, kind) if some)
 

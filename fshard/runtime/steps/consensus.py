@@ -15,9 +15,10 @@ from fshard.runtime.engine.loss import Mean, fingerprint, means_of, no_aux
 from fshard.runtime.memory.norms import DTYPE
 from fshard.runtime.steps.refusals import unlike_losses
 
-OK, FAILED, RETRY, CUT = 0, 1, 2, 3
+OK, FAILED, RETRY, CUT, STARVED = 0, 1, 2, 3, 4
 """How a rank's own part of a step went. ``RETRY``: its program left the schedule. ``CUT``: a collective of its program
-has failed, most likely because another rank's program is over."""
+has failed, most likely because another rank's program is over. ``STARVED``: there was too little memory for a policy
+that is only being timed."""
 
 HEAD = 8
 """Numbers of a row that every step sends."""
@@ -82,11 +83,10 @@ class Verdict:
 
     @property
     def worst(self) -> int:
-        """``FAILED`` if any rank failed, else ``RETRY`` if any must, else ``FAILED`` if any was cut off."""
-        if FAILED in self.status:
-            return FAILED
-        if RETRY in self.status:
-            return RETRY
+        """``FAILED`` if any rank failed, else what any must make again, else ``FAILED`` if any was cut off."""
+        for status in (FAILED, RETRY, STARVED):
+            if status in self.status:
+                return status
         return FAILED if CUT in self.status else OK
 
 

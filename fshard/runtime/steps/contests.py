@@ -1,5 +1,7 @@
 """Contests of ``schedule="auto"``: after foresight's choice, steps under a handful of policies are timed."""
 
+import math
+import socket
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
@@ -7,14 +9,16 @@ import torch
 
 from fshard.runtime.comm.communicators import Communicators
 from fshard.runtime.comm.exchange import exchange
+from fshard.runtime.comm.facts import digest
 from fshard.runtime.execution.timed import Stopwatch
+from fshard.runtime.memory.available import free_bytes
 from fshard.schedule.auto import Auto, Choice
 from fshard.schedule.contest import Round, contenders, quartile
 from fshard.schedule.policy import Policy
 from fshard.schedule.schedule import Schedule
 
 SPARE = 0.9
-"""The share of a device's free memory that contenders may take: an allocator has it in pieces."""
+"""The share of free memory that contenders may take: an allocator has it in pieces."""
 
 
 @dataclass(frozen=True)
@@ -57,11 +61,15 @@ class Contest:
         """
         self.seconds.append(times[-1] - times[1])
 
+    @property
+    def dispensable(self) -> bool:
+        """Whether the next step's policy is not foresight's choice, which would run without a contest, too."""
+        return self.schedule.policy != self.foreseen
+
     def fail(self) -> None:
-        """A step has failed, on all ranks. Its contender leaves, unless foresight would have run it, too."""
-        lost = self.round.who(len(self.seconds))
-        if self.round.contenders[lost].policy != self.foreseen:
-            self.failed.append(lost)
+        """A step has failed, on all ranks. Its contender leaves if it is dispensable."""
+        if self.dispensable:
+            self.failed.append(self.round.who(len(self.seconds)))
 
     def conclude(self, comms: Communicators, auto: Auto, choice: Choice) -> "tuple[Choice, Contest | None]":
         """The choice by the steps so far, and the next round. Collective."""
@@ -81,16 +89,21 @@ class Contest:
 
 
 def opened(comms: Communicators, choice: Choice) -> Contest | None:
-    """The first round of a program's contest; None if nothing else is worth timing. Collective on devices."""
+    """The first round of a program's contest; None if nothing else is worth timing. Collective."""
     first = Round(contenders(choice, room(comms)))
     return Contest(first, choice.policy) if len(first.contenders) > 1 else None
 
 
 def room(comms: Communicators) -> int | None:
-    """The bytes that contenders may hold on the device that has the least; None on the host. Collective on devices."""
+    """The bytes that a rank may take where there are fewest; None if that is not known. Collective.
+
+    Ranks on one host share its memory.
+    """
     device = comms.plan.mesh.device
-    if device.type != "cuda":
-        return None
-    cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    free = torch.tensor([SPARE * (torch.cuda.mem_get_info(device)[0] + cached)], dtype=torch.float64, device="cpu")
-    return int(exchange(comms.control, free).min())
+    free = free_bytes(device)
+    place = digest(socket.gethostname()) % 2**32 if device.type == "cpu" else comms.plan.mesh.rank
+    row = torch.tensor([place, math.inf if free is None else free], dtype=torch.float64, device="cpu")
+    rows = exchange(comms.control, row).tolist()
+    places = [place for place, _ in rows]
+    least = min(free / places.count(place) for place, free in rows)
+    return None if math.isinf(least) else int(SPARE * least)

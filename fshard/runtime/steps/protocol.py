@@ -34,9 +34,9 @@ from fshard.runtime.execution.executor import OnDemand, Scheduled, program_of
 from fshard.runtime.execution.flight import begin
 from fshard.runtime.execution.timed import Timed
 from fshard.runtime.execution.trace import GlueWatch
-from fshard.runtime.steps.consensus import FAILED, OK, RETRY, RuleNorms, Tally, consensus, tally
+from fshard.runtime.steps.consensus import FAILED, OK, RETRY, STARVED, RuleNorms, Tally, consensus, tally
 from fshard.runtime.steps.ends import End, attempted, decline, drained, foretold
-from fshard.runtime.steps.failures import left_in_backward, raise_failure, report, request, together
+from fshard.runtime.steps.failures import left_in_backward, raise_failure, report, request, starved, together
 from fshard.runtime.steps.finder import Finder, Fn
 from fshard.runtime.steps.float16 import divisor_of
 from fshard.runtime.steps.handshake import Intent, agree, uneven_rows
@@ -89,6 +89,10 @@ class Runner:
         try:
             ready = self._prepare(given)
             outcome = self._attempt(ready)
+            while outcome.verdict.worst == STARVED:
+                transport.abort(COLLECTIVES)
+                ready = self._prepare_without(ready)
+                outcome = self._attempt(ready)
             if outcome.verdict.worst == RETRY:
                 transport.abort(COLLECTIVES)
                 outcome = self._attempt(self._prepare_again(ready, outcome))
@@ -189,6 +193,16 @@ class Runner:
         self._count_retry(outcome)
         return self._ready(ready.request, None, ready.parts, ready.facts)
 
+    def _prepare_without(self, ready: Ready) -> Ready:
+        """What all ranks run after one had too little memory for a policy that is being timed: the next one."""
+        trial, batch = ready.prepared.trial, ready.request.batch
+        assert trial is not None
+        trial.fail()
+        found = self.finder.look(batch)
+        assert found is not None and isinstance(self.programs.policy, Auto)
+        self.programs.decide(found, self.programs.policy, partial(self.finder.again, batch))
+        return self._ready(ready.request, found, ready.parts, ready.facts)
+
     def _count_retry(self, outcome: Outcome) -> None:
         self._retries += 1
         if self._retries == PATIENCE:
@@ -225,7 +239,7 @@ class Runner:
                 # Ranks that wait for this one in a collective of the program learn at once that it will not come.
                 transport.abort(COLLECTIVES, str(end))
             if isinstance(executor, Scheduled):
-                end = drained(executor, self._stopped(agreed, end))
+                end = self._excused(agreed, drained(executor, self._stopped(agreed, end)))
             else:
                 end = self._reported(end)
             return Ran(agreed, measured or Measured(), end)
@@ -263,6 +277,13 @@ class Runner:
             return end
         update.stop()
         return End(FAILED, end.failure or left_in_backward()) if update.begun else end
+
+    def _excused(self, agreed: Agreed, end: End) -> End:
+        """Where there was too little memory for a policy that the step could do without, ask for another one."""
+        trial, failure = agreed.ready.prepared.trial, end.failure
+        if self.in_backward or trial is None or not trial.dispensable:
+            return end
+        return End(STARVED, failure) if failure is not None and starved(failure) else end
 
     def _reported(self, end: End) -> End:
         """Tell the other ranks that this one's program, on demand, has failed."""

@@ -58,8 +58,13 @@ class Trial:
         except PlanError:
             self.steps.append(())
 
+    @property
+    def dispensable(self) -> bool:
+        """Whether the next step could run under another policy: its policy holds less than most."""
+        return False
+
     def fail(self) -> None:
-        """A step has failed, on all ranks: it is made again."""
+        """A step has failed, on all ranks: it does not count."""
 
     def conclude(self, comms: Communicators, auto: Auto, choice: Choice) -> tuple[Choice, Contest | None]:
         """The choice by what the steps cost, or the given one if a rank's left their schedule; and its contest.
