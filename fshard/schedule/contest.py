@@ -111,9 +111,9 @@ class Round:
 def contenders(choice: Choice, room: int | None = None) -> tuple[Contender, ...]:
     """The policies to time: foresight's choice, and what may be faster in fact.
 
-    For each kind of reshard and accumulation these are the foreseen best, and the foreseen best of those that gather
-    at least two computes ahead and have two reductions in flight. Foresight takes ranks to be equally fast; where they
-    are not, those wait least.
+    That is the default policy, and for each kind of reshard and accumulation the foreseen best, and the foreseen best
+    of those that gather at least two computes ahead and have two reductions in flight. Foresight takes ranks to be
+    equally fast; where they are not, those wait least.
 
     Args:
         choice: by foresight.
@@ -149,14 +149,15 @@ def scheduled(choice: Choice, policy: Policy) -> Schedule:
 
 
 def _promising(choice: Choice, limit: float) -> Iterator[Candidate]:
-    """What to time beside foresight's choice: by kind, that of the fastest first, and the more robust of a kind."""
-    again = choice.task.again
+    """What to time beside foresight's choice: the default policy, and two of each kind, of the fastest kind first."""
+    again, default = choice.task.again, Policy(update=choice.policy.update)
     fits = [each for each in choice.candidates if each.again == again and each.memory.peak_bytes <= limit]
     fastest = min((each.seconds for each in fits), default=0.0)
+    near = [each for each in fits if each.seconds <= WORTH * fastest]
     kinds: dict[str, list[Candidate]] = {}
-    for each in fits:  # the fastest first
-        if each.seconds <= WORTH * fastest:
-            kinds.setdefault(f"{each.policy.reshard} {each.policy.accumulation}", []).append(each)
+    for each in near:  # the fastest first
+        kinds.setdefault(f"{each.policy.reshard} {each.policy.accumulation}", []).append(each)
+    yield from (each for each in near if each.policy == default)
     for kind in kinds.values():
         ahead = [each for each in kind if each.policy.prefetch >= 2 and each.policy.reduces >= 2]
         yield from (_best(some) for some in (ahead, kind) if some)

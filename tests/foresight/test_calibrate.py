@@ -336,25 +336,31 @@ def test_ranks_that_are_bound_to_processors_of_their_own_do_not_share_them(pool:
 
 def test_auto_times_its_first_steps_and_chooses_by_them() -> None:
     mesh = fs.virtual_mesh((2,), ("shard",))
-    batches = [torch.randn(2, 16, generator=torch.Generator().manual_seed(n)) for n in range(9)]
+    batches = [torch.randn(2, 16, generator=torch.Generator().manual_seed(n)) for n in range(120)]
 
-    def trained(schedule: Any) -> Any:
+    def trained(schedule: Any, steps: int) -> Any:
         state, step = made(mesh, schedule)
-        losses, policies = [], []
-        for batch in batches:
+        losses, policies, settled = [], [], []
+        for batch in batches[:steps]:
             state, metrics = step(state, batch)
             losses.append(metrics.loss.item())
             assert step.record == step.schedule.ops
             policies.append(step.schedule.policy)
-        return losses, policies, step.trace(batches[0]).choice
+            choice = step.trace(batch).choice
+            settled.append(choice is not None and choice.settled)
+            if sum(settled) == 3:
+                break
+        return losses, policies, choice, settled
 
-    (losses, policies, choice), (other, same, words) = mesh.run(lambda: trained("auto"))
-    plain = mesh.run(lambda: trained(None))[0][0]
+    (losses, policies, choice, settled), (other, same, words, _) = mesh.run(lambda: trained("auto", 120))
+    plain = mesh.run(lambda: trained(None, len(losses)))[0][0]
     assert losses == plain and policies == same and str(choice) == str(words) and other == losses
-    assert policies[:6] == [APART] * 6 and policies[6:] == [choice.policy] * 3
+    assert policies[:6] == [APART] * 6 and APART not in policies[6:] and policies[-3:] == [choice.policy] * 3
+    assert not any(settled[:6]) and settled[-3:] == [True] * 3 and sum(settled) == 3
+    assert set(policies[6:]) == set(choice.measured or policies[-1:])
     assert isinstance(choice.rates, Costs) and "measured on" in str(choice)
-    given = mesh.run(lambda: trained(fs.Auto(compute=1e9, wire=1e9)))[0]
-    assert len(set(given[1])) == 1 and isinstance(given[2].rates, Rates)
+    given = mesh.run(lambda: trained(fs.Auto(compute=1e9, wire=1e9), 3))[0]
+    assert len(set(given[1])) == 1 and isinstance(given[2].rates, Rates) and all(given[3])
 
 
 def test_timed_steps_keep_the_limit_of_memory() -> None:
