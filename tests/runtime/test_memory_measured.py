@@ -147,7 +147,7 @@ def test_prefetch_costs_what_the_schedule_says() -> None:
     assert [b - a for a, b in zip(sizes, sizes[1:], strict=False)] == [UNIT_BYTES] * 3
 
 
-def _replaced() -> bool:
+def _replaced(compile: str | None) -> bool:
     """Whether an arena that became too small is gone at once, without the collector."""
     with fs.make_mesh((-1,), ("shard",)) as mesh:
         plan = fs.make_plan(_params(), mesh, [(".*", P(flat="shard"))], units=("*",))
@@ -159,7 +159,7 @@ def _replaced() -> bool:
                 x = layer(p[str(number)], x)
             return x.square().mean()
 
-        step = fs.make_train_step(some, rule, plan, schedule=fs.Policy(reshard=False))
+        step = fs.make_train_step(some, rule, plan, schedule=fs.Policy(reshard=False), compile=compile)
         state = fs.init_state(plan, rule, params=_params())
         gc.collect()
         gc.disable()
@@ -173,5 +173,6 @@ def _replaced() -> bool:
         return old[0]() is None
 
 
-def test_an_arena_that_became_too_small_is_gone_at_once(pool: Pools) -> None:
-    assert all(pool(2).run(_replaced))
+@pytest.mark.parametrize("compile", [None, "fx"])
+def test_an_arena_that_became_too_small_is_gone_at_once(pool: Pools, compile: str | None) -> None:
+    assert all(pool(2).run(_replaced, compile))

@@ -129,6 +129,11 @@ class Engine:
             for leaf in self.slots.trained:
                 leaf.grad = None
 
+    def release(self) -> None:
+        """Release the arena, of which leaves and graphs hold views. The engine cannot be used afterwards."""
+        self.slots.release()
+        self.graphs = None
+
     def call(self, unit: Unit, params: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A unit is called with slot leaves for parameters. A unit inside a unit is part of the outer one."""
         if self.inside:

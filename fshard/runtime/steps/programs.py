@@ -312,7 +312,7 @@ class Programs:
     def _release(self) -> None:
         """Let go of the arena, and of programs that hold views of it, some in cycles: they are made again."""
         for prepared in self.made.values():
-            prepared.engine.slots.release()
+            prepared.engine.release()
         self.made.clear()
         self.memory.arena = None
 

@@ -367,7 +367,7 @@ class Runner:
             if self.programs.cache is not None:
                 self.programs.cache.meet(prepared.engine.units.reads)
             # Slots and engine refer to each other, so their arena would wait for the garbage collector.
-            prepared.engine.slots.release()
+            prepared.engine.release()
 
     # -- conclude -----------------------------------------------------------------------------------------------------
 
