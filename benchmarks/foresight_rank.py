@@ -24,8 +24,8 @@ CALIBRATIONS = 3
 SPAN = 0.2
 """Seconds that a turn takes, if a step is not longer."""
 
-AUTO = 7
-"""Steps of ``schedule="auto"`` before it has chosen."""
+AUTO = 240
+"""Steps of ``schedule="auto"`` at most, before it has chosen."""
 
 LONG = 0.15
 """A step of so many seconds is timed without one before it: what it finds in caches is little of it."""
@@ -70,6 +70,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
                 limits = limited(peaks) if args.auto else {}
                 steps |= {label: make(schedule=fs.Auto(memory=limit)) for label, limit in limits.items()}
                 states = {label: fs.init_state(plan, opt, seed=0) for label in steps}
+                states |= {label: settled(steps[label], states[label], given) for label in limits}
                 times_of = Turns(steps, states, given).take(
                     args.seconds * times**0.5 / sum(each**0.5 for each in args.accumulate)
                 )
@@ -96,6 +97,15 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     return found
 
 
+def settled(step: Any, state: Any, batch: Any) -> Any:
+    """The state after the steps in which ``schedule="auto"`` times policies."""
+    for _ in range(AUTO):
+        state, _ = step(state, batch)
+        if step.trace(batch).choice.settled:
+            return state
+    raise RuntimeError(f"schedule='auto' has not chosen in {AUTO} steps")
+
+
 def limited(peaks: Mapping[str, int]) -> dict[str, int | None]:
     """The limits on memory under which a policy is chosen: none, and one that half of the policies exceed."""
     return {"auto": None, "auto within a limit": (min(peaks.values()) + max(peaks.values())) // 2}
@@ -106,8 +116,7 @@ class Turns:
 
     def __init__(self, steps: Any, states: Any, batch: Any) -> None:
         self.steps, self.states, self.batch = steps, states, batch
-        # ``auto`` measures in its first steps.
-        first = max(self._turn(label, 1, AUTO if label.startswith("auto") else 1)[0] for label in steps)
+        first = max(self._turn(label, 1, 1)[0] for label in steps)
         slowest = most(first)
         self.count = min(max(int(SPAN / slowest), 1), 4)
         self.before = int(slowest < LONG)

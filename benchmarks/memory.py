@@ -154,11 +154,11 @@ def above_resident(name: str, size: Size, batch: torch.Tensor, steps: int) -> tu
 def kind(name: str, size: Size, batch: torch.Tensor, steps: int) -> tuple[list[Peak], float, float | None]:
     """The peaks of steps of a kind, what was said of them, and their limit."""
     twin, _, _ = memory_kinds.made(name, size, batch)
-    for _ in range(memory_kinds.SETTLED):
+    for _ in range(memory_kinds.warm(name)):
         twin()
     del twin
     run, said, limit = memory_kinds.made(name, size, batch)
-    return peaks(run, memory_kinds.SETTLED, steps), float(said()), limit
+    return peaks(run, memory_kinds.warm(name), steps), float(said()), limit
 
 
 def work(args: argparse.Namespace) -> int:

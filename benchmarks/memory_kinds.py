@@ -13,8 +13,8 @@ ADAPTED = r"blocks\..*\.(qkv|out|up|down)\.weight"
 TIGHT = 0.75
 """The limit of ``auto within a limit``, to what the default policy holds."""
 
-SETTLED = 9
-"""Steps until ``schedule="auto"`` has chosen, and graphs are proved."""
+PROVED, CHOSEN = 9, 210
+"""Steps until graphs are proved, and until ``schedule="auto"`` has chosen."""
 
 KINDS: dict[str, dict[str, Any]] = {
     "remat": {"remat": "all"},
@@ -27,6 +27,11 @@ KINDS: dict[str, dict[str, Any]] = {
     "two microbatches": {"accumulate": 2},
     "auto within a limit": {"auto": True},
 }
+
+
+def warm(name: str) -> int:
+    """The steps of a kind before those that are measured."""
+    return CHOSEN if KINDS[name].get("auto") else PROVED
 
 
 def made(name: str, size: Size, batch: Tensor) -> tuple[Callable[[], object], Callable[[], int], int | None]:

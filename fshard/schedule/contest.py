@@ -6,6 +6,7 @@ Successive halving (Jamieson and Talwalkar, 2016): all are timed for a few turns
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from statistics import median
 
 from fshard.schedule.auto import TIE, Candidate, Choice
 from fshard.schedule.build import build
@@ -19,11 +20,14 @@ MOST = 10
 WORTH = 1.3
 """Policies that are foreseen to take more than so many times the fastest are not timed."""
 
-TURNS = (3, 8)
-"""Turns that count of each round. The one before them does not: it allocates and compiles."""
+TURNS = ((3, 9), (8, 24))
+"""Turns that count of each round, at least and at most. The one before them does not: it allocates and compiles."""
+
+SPAN = 1.0
+"""Seconds that a round should take, by foresight: machines that others share are slow for tenths of a second."""
 
 NEAR, FINALISTS = 1.08, 4
-"""After the first round, those within so many times the best go on, and so many at most."""
+"""After the first round, those within so many times the best go on, and so many of them."""
 
 
 @dataclass(frozen=True)
@@ -54,9 +58,16 @@ class Round:
     before: tuple[tuple[float, ...], ...] = ()
 
     @property
+    def turns(self) -> int:
+        """The turns that count: more of them if steps are short."""
+        least, most = TURNS[self.number]
+        turn = sum(each.candidate.seconds for each in self.contenders)
+        return min(max(least, math.ceil(SPAN / turn)), most) if turn > 0 else most
+
+    @property
     def steps(self) -> int:
         """Steps of the round, one contender after the other in each turn."""
-        return (1 + TURNS[self.number]) * len(self.contenders)
+        return (1 + self.turns) * len(self.contenders)
 
     @property
     def last(self) -> bool:
@@ -150,17 +161,22 @@ def scheduled(choice: Choice, policy: Policy) -> Schedule:
 
 def _promising(choice: Choice, limit: float) -> Iterator[Candidate]:
     """What to time beside foresight's choice: the default policy, and two of each kind, of the fastest kind first."""
-    again, default = choice.task.again, Policy(update=choice.policy.update)
-    fits = [each for each in choice.candidates if each.again == again and each.memory.peak_bytes <= limit]
-    fastest = min((each.seconds for each in fits), default=0.0)
-    near = [each for each in fits if each.seconds <= WORTH * fastest]
-    kinds: dict[str, list[Candidate]] = {}
-    for each in near:  # the fastest first
+    default, kinds = Policy(update=choice.policy.update), dict[str, list[Candidate]]()
+    for each in _worth(choice, limit):
+        if each.policy == default:
+            yield each
         kinds.setdefault(f"{each.policy.reshard} {each.policy.accumulation}", []).append(each)
-    yield from (each for each in near if each.policy == default)
     for kind in kinds.values():
         ahead = [each for each in kind if each.policy.prefetch >= 2 and each.policy.reduces >= 2]
         yield from (_best(some) for some in (ahead, kind) if some)
+
+
+def _worth(choice: Choice, limit: float) -> Sequence[Candidate]:
+    """Candidates that fit, on the units of the choice, and are foreseen to be about as fast; the fastest first."""
+    again = choice.task.again
+    fits = [each for each in choice.candidates if each.again == again and each.memory.peak_bytes <= limit]
+    fastest = min((each.seconds for each in fits), default=0.0)
+    return [each for each in fits if each.seconds <= WORTH * fastest]
 
 
 def _best(some: Sequence[Candidate]) -> Candidate:
@@ -184,6 +200,9 @@ def quartile(seconds: Sequence[float]) -> float:
 def judged(times: Sequence[Sequence[float]], sizes: Sequence[int], last: bool) -> list[int]:
     """Which contenders go on. If one alone does, it has won.
 
+    Times are lower quartiles. Before the last round they are held against the best median, so that a contender is out
+    only if it was slow in nearly all of its steps.
+
     Args:
         times: the seconds of the steps of each, as all ranks have agreed on them.
         sizes: the bytes that each holds. Of those that tie in the last round the one with the least wins.
@@ -196,5 +215,6 @@ def judged(times: Sequence[Sequence[float]], sizes: Sequence[int], last: bool) -
     best = min(took)
     if last:
         return [min((i for i, each in enumerate(took) if each <= TIE * best), key=lambda i: (sizes[i], took[i]))]
-    near = [i for i, each in enumerate(took) if each <= NEAR * best]
+    typical = min(median(each) for each in times)
+    near = [i for i, each in enumerate(took) if each <= NEAR * typical]
     return sorted(sorted(near, key=lambda i: took[i])[:FINALISTS])

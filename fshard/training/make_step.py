@@ -61,8 +61,9 @@ def make_train_step(
         accumulate: microbatches into which each batch is cut along dim 0; gradients are those of the whole batch. With
             an ``fs.Mean`` they may be of unequal size. ``fs.Microbatches`` gives them one by one.
         schedule: how the schedule is built: prefetch depth, reductions in flight, reshard after forward, and when
-            updates happen. None stands for ``fs.Policy()``. ``"auto"``, or ``fs.Auto(memory=...)``, chooses at the
-            first step, by memory and simulated time; ``step.trace(batch).choice`` says what and why.
+            updates happen. None stands for ``fs.Policy()``. ``"auto"``, or ``fs.Auto(memory=...)``, chooses by
+            memory, by simulated time, and by what the first steps of a run take under a handful of policies;
+            ``step.trace(batch).choice`` says what and why, and whether that is ``settled``.
         donate: reuse the memory of the state that a step takes.
         debug: fill every freed range with nan, so that a read of freed memory shows; compare copies of leaves and of
             optimizer state before every step; and the gradients of leaves that ranks along other than the data axes

@@ -336,7 +336,7 @@ def test_ranks_that_are_bound_to_processors_of_their_own_do_not_share_them(pool:
 
 def test_auto_times_its_first_steps_and_chooses_by_them() -> None:
     mesh = fs.virtual_mesh((2,), ("shard",))
-    batches = [torch.randn(2, 16, generator=torch.Generator().manual_seed(n)) for n in range(120)]
+    batches = [torch.randn(2, 16, generator=torch.Generator().manual_seed(n)) for n in range(240)]
 
     def trained(schedule: Any, steps: int) -> Any:
         state, step = made(mesh, schedule)
@@ -352,7 +352,7 @@ def test_auto_times_its_first_steps_and_chooses_by_them() -> None:
                 break
         return losses, policies, choice, settled
 
-    (losses, policies, choice, settled), (other, same, words, _) = mesh.run(lambda: trained("auto", 120))
+    (losses, policies, choice, settled), (other, same, words, _) = mesh.run(lambda: trained("auto", 240))
     plain = mesh.run(lambda: trained(None, len(losses)))[0][0]
     assert losses == plain and policies == same and str(choice) == str(words) and other == losses
     assert policies[:6] == [APART] * 6 and APART not in policies[6:] and policies[-3:] == [choice.policy] * 3

@@ -88,7 +88,7 @@ def chosen(name: str, schedule: Any, steps: int) -> tuple[list[Any], str, bool]:
 @pytest.mark.parametrize("schedule", ["auto", AUTO], ids=str)
 @pytest.mark.parametrize("name", ["evaluation", "gradients", "parts"])
 def test_all_ranks_choose_alike(pool: Pools, name: str, schedule: Any) -> None:
-    steps = 120 if schedule == "auto" and name != "parts" else 2  # it times some, until it has settled
+    steps = 240 if schedule == "auto" and name != "parts" else 2  # it times some, until it has settled
     ranks = pool(2).run(chosen, name, schedule, steps)
     plain = pool(2).run(chosen, name, None, len(ranks[0][0]))
     assert len({words for _, words, _ in ranks}) == 1 and ranks[0][1].startswith("chose ")

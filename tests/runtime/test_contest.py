@@ -23,7 +23,7 @@ from fshard.schedule.footprint import footprint
 from tests.shared.workers import Pools
 
 DEPTH, WIDTH, TRIAL = 4, 16, WARM + TIMED
-CAP = 120
+CAP = 240
 """More steps than a choice takes."""
 
 DEFAULT, EVEN = Policy(), Policy(prefetch=1, reduces=1, reshard=fs.keep(last=3))

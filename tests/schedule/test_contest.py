@@ -74,8 +74,12 @@ def test_a_shared_arena_leaves_out_what_would_exceed_the_limit() -> None:
         some = contenders(free, limit)
         assert held(some) <= limit and some[0] == every[0]
     assert contenders(free, held(every)) == every and contenders(free, 1) == every[:1]
-    tight = replace(free, budget=held(every) - 1)
-    assert len(contenders(tight)) < len(every) or held(contenders(tight)) < held(every)
+    arenas = [each.schedule.memory.arena_bytes for each in every]
+    assert len({*arenas}) > 1
+    peak = 2 * max(arenas)
+    alike = [replace(each, memory=replace(each.memory, peak_bytes=peak)) for each in free.candidates]
+    among = contenders(replace(free, candidates=tuple(alike)), peak)
+    assert {each.schedule.memory.arena_bytes for each in among} == {arenas[0]}, "others would hold more than their peak"
 
 
 def test_with_other_units_computed_again_nothing_is_timed() -> None:
@@ -97,12 +101,25 @@ def test_each_contender_makes_a_step_in_each_turn_and_the_first_does_not_count(c
     one = made(count, number)
     order = [one.who(step) for step in range(one.steps)]
     turns = [order[at : at + count] for at in range(0, len(order), count)]
-    assert all(sorted(turn) == list(range(count)) for turn in turns) and len(turns) == 1 + TURNS[number]
+    assert all(sorted(turn) == list(range(count)) for turn in turns) and len(turns) == 1 + one.turns
     assert all(turn[0] == at % count for at, turn in enumerate(turns)), "each turn begins with another one"
     marked = [100.0 * who + turn for turn, row in enumerate(turns) for who in row]
     assert one.times(marked) == tuple(
-        tuple(100.0 * who + turn for turn in range(1, 1 + TURNS[number])) for who in range(count)
+        tuple(100.0 * who + turn for turn in range(1, 1 + one.turns)) for who in range(count)
     )
+
+
+@pytest.mark.parametrize(("seconds", "turns"), [(10.0, (3, 8)), (0.05, (5, 8)), (0.02, (9, 13)), (0.0, (9, 24))])
+def test_short_steps_are_timed_more_often(seconds: float, turns: tuple[int, int]) -> None:
+    every = made(4).contenders
+    same = tuple(replace(each, candidate=replace(each.candidate, seconds=seconds)) for each in every)
+    assert (Round(same).turns, Round(same, 1).turns) == turns
+
+
+def test_one_slow_phase_puts_nobody_out() -> None:
+    even = [[1.0, 1.0, 1.0], [1.02, 1.02, 1.02], [1.3, 1.3, 1.3]]
+    slow = [[1.0, 1.4, 1.4], [1.4, 1.4, 1.2], [1.7, 1.7, 1.7]]
+    assert judged(even, [1] * 3, False) == judged(slow, [1] * 3, False) == [0, 1]
 
 
 def test_times_of_earlier_rounds_stay_with_those_who_go_on() -> None:
@@ -110,11 +127,11 @@ def test_times_of_earlier_rounds_stay_with_those_who_go_on() -> None:
     took = [1.0, 2.0, 1.01, 1.02]
     second = first.after([took[first.who(step)] for step in range(first.steps)])
     assert second.contenders == tuple(first.contenders[i] for i in (0, 2, 3)) and second.last
-    assert second.before == tuple((took[i],) * TURNS[0] for i in (0, 2, 3))
+    assert second.before == tuple((took[i],) * TURNS[0][0] for i in (0, 2, 3))
     left = second.without(1)
     assert left.contenders == (first.contenders[0], first.contenders[3])
     assert left.before == (second.before[0], second.before[2])
-    assert [len(times) for times in left.times([1.0] * left.steps)] == [sum(TURNS)] * 2
+    assert [len(times) for times in left.times([1.0] * left.steps)] == [TURNS[0][0] + TURNS[1][0]] * 2
 
 
 SECONDS = st.lists(st.floats(0.01, 10.0), min_size=1, max_size=MOST)
@@ -167,7 +184,7 @@ def test_the_winner_is_among_the_best_although_many_steps_are_disturbed(true: li
         index = [index[i] for i in ranks]
         on = on.after(seconds)
     assert true[index[0]] <= TIE * min(true) * 1.0000001
-    assert count <= (1 + TURNS[0]) * MOST + (1 + TURNS[1]) * FINALISTS
+    assert count <= (1 + TURNS[0][0]) * MOST + (1 + TURNS[1][0]) * FINALISTS
 
 
 def test_the_table_says_what_was_measured_and_whether_it_is_over() -> None:
