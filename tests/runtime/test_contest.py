@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import gc
+import itertools
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -110,13 +111,14 @@ def contested(seconds: Seconds) -> tuple[Any, ...]:
     """On a rank: all of a contest by given times."""
     with fs.make_mesh((-1,), ("shard",)) as mesh, timed(seconds, mesh):
         run, policies, losses, refs, arenas = Run(mesh, "auto"), [], [], dict[int, Any](), dict[int, Any]()
+        sizes: list[int] = []
         while run.number < CAP:
             losses.append(run.one())
             policies.append(str(run.policy))
             programs = run.step.programs
             refs |= {id(made): weakref.ref(made.engine) for made in programs.made.values()}
             arenas[run.number] = weakref.ref(programs.memory.arena.untyped_storage())
-            size = programs.memory.arena.nbytes
+            sizes.append(programs.memory.arena.nbytes)
             if run.choice().settled:
                 break
         choice, schedule = run.choice(), run.step.schedule
@@ -124,7 +126,9 @@ def contested(seconds: Seconds) -> tuple[Any, ...]:
         kept = [ref() for ref in refs.values() if ref() is not None]
         held = {id(ref()) for ref in arenas.values() if ref() is not None}
         alone = len(kept) == len(held) == len(programs.made) == 1 and not programs.trials
-        said = str(choice), choice.policy == schedule.policy, size == schedule.memory.arena_bytes, alone
+        grown = any(a < b for a, b in itertools.pairwise(sizes[TRIAL:]))
+        sized = sizes[-1] == schedule.memory.arena_bytes and not grown
+        said = str(choice), choice.policy == schedule.policy, sized, alone
         return said, policies, losses, run.weights(), choice.policy
 
 
