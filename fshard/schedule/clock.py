@@ -156,9 +156,10 @@ class Clock:
 
     def _work(self, op: Op, seconds: float) -> None:
         """Keep the device busy."""
+        factor = self.factor(op)  # also for what takes no time: the draws of other ops do not depend on it
         if not seconds:
             return
-        busy = seconds * self.factor(op)
+        busy = seconds * factor
         rest = self.owed - self.done
         taken = self.smaller(rest, busy) if self.shared else 0.0 * busy
         self.now, self.done = self.now + (busy + taken), self.done + taken

@@ -5,7 +5,8 @@ schedule, and communicators beside it: one for each kind of transfer over each s
 carries one transfer at a time, or as many as its link says, in the order of issue. Communicators over one link share
 it: who asked first is served first. The wait of a transfer holds the device until it has arrived; that time is
 *exposed*. Threads that carry transfers take processor time from compute, as far as a rank has no second processor.
-Times are sums and maxima of costs and nothing else, so that none of them gets longer when a cost gets smaller.
+Times are sums and maxima of costs and nothing else, so that none of them gets longer when a cost gets smaller; but a
+link that lets bursts pass gains fewer bytes in a shorter step.
 
 Without noise all ranks are alike, and one is simulated. With it all of a mesh are: a transfer begins when the last of
 the ranks that take part has come.

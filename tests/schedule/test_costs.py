@@ -120,7 +120,9 @@ def priced(draw: st.DrawFn) -> tuple[Schedule, Costs, float]:
     seconds = {(kind, ""): draw(amounts) for kind in kinds}
     rates = st.sampled_from((1.0, 16.0))
     link = st.builds(Link, rates, amounts, amounts, amounts, amounts, amounts.map(lambda n: 1000 * n), rates)
-    return schedule, Costs(seconds, draw(link), draw(link), processors=draw(st.sampled_from((0.5, 1.0, 1.5, 2.0)))), 0.5
+    several = st.integers(1, 3)
+    one, other = (replace(draw(link), together=draw(several)) for _ in range(2))
+    return schedule, Costs(seconds, one, other, processors=draw(st.sampled_from((0.5, 1.0, 1.5, 2.0)))), 0.5
 
 
 @settings(max_examples=60, deadline=None)
@@ -161,6 +163,15 @@ def test_one_slow_rank_holds_all_and_only_its_own_row() -> None:
     assert run.by_rank[3] == pytest.approx(2 * alone.seconds, rel=1e-3) and run.seconds == max(run.by_rank)
     assert len(set(run.by_rank)) == 1  # the consensus is over all
     assert run == simulate(schedule, costs, mesh, Noise(slow={3: 2.0}))
+
+
+def test_draws_of_an_op_do_not_depend_on_what_others_take() -> None:
+    schedule, mesh, noise = over(4), fs.abstract_mesh((8,), ("shard",)), Noise(0.02, 0.5, seed=1)
+    times = [
+        simulate(schedule, Costs(SECONDS, Link(1e3, sending=sending)), mesh, noise).seconds
+        for sending in (0.0, 1e-9, 1e-3)
+    ]
+    assert times == sorted(times) and times[1] == pytest.approx(times[0], rel=1e-5)
 
 
 def test_noise_grows_with_ranks_and_repeats_by_seed() -> None:
