@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 
 from fshard import markup
 from fshard.arguments import size_text
+from fshard.schedule.memory import Memory
 from fshard.schedule.ops import COMPUTE_KINDS, ROOT
 from fshard.schedule.schedule import Schedule
 
@@ -62,14 +63,12 @@ def footprint(schedule: Schedule, needs: Sequence[Need], graphs: bool = False) -
 
     With several passes they are those of ``schedule.stages.computes``. One need alone is that of every compute op.
     A gradient that a compute op fills is part of its own need until it is over, and an item of memory after that. With
-    ``graphs`` it is an item from the begin of the op, and the need has no gradients of leaves beside it.
+    ``graphs`` it is an item from the begin of the op, and the need has no gradients of leaves beside it. Gradients that
+    wait beside the flat one while others are added (``fill:``) do so at the end of their op; graphs have none.
     """
     memory, done = schedule.memory, 0
     order = schedule.stages.spread(range(len(schedule.stages.computes)))
-    born = [0] * len(schedule)
-    for item, lives in memory.lifetimes.items():
-        for first, _ in lives if item.startswith("grad:") else ():
-            born[first] += memory.sizes[item]
+    born, filled = (_begun(memory, kind, len(schedule)) for kind in ("grad:", "fill:"))
     best, after = (-1, 0, 0, 0), 0
     for at, op in enumerate(schedule):
         held, beside = after, memory.beside[at]
@@ -78,8 +77,19 @@ def footprint(schedule: Schedule, needs: Sequence[Need], graphs: bool = False) -
             held, after, done = need.peak, need.after, done + 1
             if graphs and op.target != ROOT:
                 held = max(held, need.bare + born[at])
-            beside -= born[at]
+            else:
+                held = max(held, after + filled[at])
+            beside -= born[at] + filled[at]
         best = max(best, (held + beside, -at, beside, held))
     total, at, beside, held = best
     where = str(schedule[-at]) if len(schedule) else "none"
     return Footprint(memory.arena_bytes + max(total, 0), -at, where, memory.arena_bytes, beside, held)
+
+
+def _begun(memory: Memory, kind: str, ops: int) -> list[int]:
+    """Bytes of the items of a kind that begin at each op."""
+    begun = [0] * ops
+    for item, lives in memory.lifetimes.items():
+        for first, _ in lives if item.startswith(kind) else ():
+            begun[first] += memory.sizes[item]
+    return begun

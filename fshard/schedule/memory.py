@@ -12,10 +12,11 @@ gradient, lives from the first backward op of a reader, or from its first transf
 end of that transfer. ``shard:g``, or ``own:g`` where a rank updates a part of it alone, waits for the update, which
 with deferred updates is in the next step, or for its way to host memory. Until its first transfer a gradient is what
 autograd made, a tensor a leaf; the flat one is filled then, so that for a moment there are two. That is ``leaf:g``,
-less what the transfer itself begins. ``update:g`` is what comes out of host memory for an update on the device, for
-that op. ``left:g`` is what rounding leaves out of a sum over replicas, and waits for the update as the sum does. A
-gradient for which no update waits ends with the last code between passes that reads it, or with the step where none
-does.
+less what the transfer itself begins. Where another backward fills the gradient before that, the flat one is filled in
+that op: those that waited and the new ones are ``fill:g``. ``update:g`` is what comes out of host memory for an update
+on the device, for that op. ``left:g`` is what rounding leaves out of a sum over replicas, and waits for the update as
+the sum does. A gradient for which no update waits ends with the last code between passes that reads it, or with the
+step where none does.
 
 Two kinds are kept from one step to the next, and so live through all of each: ``cast:g``, the copy of a parameter shard
 in the dtype that is gathered or read, and the gradient of a group without transfers, which is a ``shard:g`` too.
@@ -135,6 +136,7 @@ class _Lives:
         self.reads = {name: groups[gradient] for name, gradient in read.items() if gradient is not None}
         self.waiting = Counter(group.name for group in self.reads.values())  # updates that read a gradient
         self.born: dict[str, int] = {}
+        self.fillings: Counter[str] = Counter()  # of the gradients that no reduction has taken yet
         self.rounds = Counter((op.kind, op.target) for op in ops if started(op.kind))
 
     def run(self) -> Ended:
@@ -142,7 +144,7 @@ class _Lives:
         for at, op in enumerate(self.ops):
             if op.kind == "backward":
                 for group in self.filled.get(op.microbatch, {}).get(op.target, ()):
-                    self.born.setdefault(f"grad:{group.name}", at)
+                    yield from self._fill(at, group)
             elif op.target in self.by_name:
                 yield from self._take(at, op, self.by_name[op.target])
             elif op.kind == LOCAL:
@@ -160,6 +162,13 @@ class _Lives:
             ]
             for unit, ids in each.program.reads.items()
         }
+
+    def _fill(self, at: int, group: GroupInfo) -> Ended:
+        """A backward makes gradients of leaves, which wait if they are the first, and otherwise are added."""
+        self.born.setdefault(f"grad:{group.name}", at)
+        self.fillings[group.name] += 1
+        if self.fillings[group.name] == 2:
+            yield f"fill:{group.name}", 2 * _leaves(group), (at, at)
 
     def begin(self, item: str, at: int) -> None:
         """An item that must not be alive yet."""
@@ -211,12 +220,12 @@ class _Lives:
 
     def _start(self, at: int, group: GroupInfo, transfer: Transfer) -> Ended:
         if transfer.source == "grad":
+            del self.fillings[group.name]
             if f"grad:{group.name}" in self.born:
                 once = self.rounds[transfer.kind, group.name] == 1
                 # What the gradient's being there twice adds to the peak. A shard is new in the first round alone.
                 new = once and not transfer.late and transfer.target not in (STATE, HOST)
-                leaves = min(group.grad_bytes, group.full_bytes or group.grad_bytes)  # in the dtype of compute
-                size = leaves - transfer.staging - (group.size(transfer.target) if new else 0)
+                size = _leaves(group) - transfer.staging - (group.size(transfer.target) if new else 0)
                 yield f"leaf:{group.name}", max(size, 0), (at, at)
             self.born.setdefault(f"grad:{group.name}", at)
         if transfer.spent:
@@ -271,3 +280,8 @@ class _Lives:
             yield f"{move.kind}:{group.name}", move.staging, (0 if move.delay else end, end)
         for group, _ in sorted(moves, key=lambda pair: pair[0].update_bytes)[-1:]:
             yield f"update:{group.name}", group.update_bytes, (end, end)
+
+
+def _leaves(group: GroupInfo) -> int:
+    """Bytes of the gradients of a group's leaves as autograd makes them, in the dtype of compute."""
+    return min(group.grad_bytes, group.full_bytes or group.grad_bytes)

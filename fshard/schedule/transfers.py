@@ -37,6 +37,7 @@ ITEMS = {
     "param": "gathered parameters",
     "grad": "full gradients",
     "leaf": "gradients of leaves",
+    "fill": "gradients of leaves that are added",
     "shard": "gradient shards",
     "own": "summed gradients",
     "left": "what rounding has left out",

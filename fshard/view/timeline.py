@@ -26,6 +26,7 @@ COLORS = {
     "param": "#7d8fb3",
     "grad": "#d9a05b",
     "leaf": "#e8c9a0",
+    "fill": "#f0dcc0",
     "shard": "#8fa98f",
     "own": "#6f8f6f",
     "update": "#a58fb0",

@@ -100,6 +100,7 @@ CASES = {
     "prefetch 3": (fs.Policy(prefetch=3, reduces=3), 1, P(flat="shard")),
     "keep": (fs.Policy(reshard=False), 1, P(flat="shard")),
     "accumulate": (fs.Policy(), 3, P(flat="shard")),
+    "accumulate fully": (fs.Policy(accumulation="full"), 2, P(flat="shard")),
     "rows": (fs.Policy(), 1, P("shard")),
     "replicated": (fs.Policy(), 1, P()),
 }

@@ -83,6 +83,20 @@ def test_the_peak_is_where_items_and_activations_are_most_together() -> None:
     assert str(late).startswith("at most 3.0 KiB beside the state, at op ")
 
 
+def test_gradients_that_are_added_wait_beside_the_flat_one_at_the_end_of_a_backward() -> None:
+    alone = group("a", 1024, 512, 1024, staging=512)
+    schedule = build(program(("a",), {"a": (0,)}), [alone], Policy(accumulation="full"), 2)
+    lives = schedule.memory.lifetimes["fill:a"]
+    assert [str(schedule[first]) for first, _ in lives] == ["backward a @1"]
+    assert schedule.memory.sizes["fill:a"] == 2 * 1024
+    flat, needs = 1024 + 1024, [Need(0, 0, 0), Need(100, 90, 0), Need(9_000, 8_000, 0), Need(60, 0, 0)]
+    found = footprint(schedule, needs)
+    assert (found.where, found.peak_bytes) == ("backward a @1", flat + 8_000 + 2 * 1024)
+    assert footprint(schedule, needs, graphs=True).peak_bytes < found.peak_bytes  # the flat one is there from the start
+    high = [*needs[:2], Need(20_000, 8_000, 0), needs[3]]
+    assert footprint(schedule, high).peak_bytes == flat + 20_000
+
+
 @pytest.mark.parametrize("policy", [fs.Policy(), fs.Policy(0, 1), fs.Policy(reshard=False), fs.Policy(2, 3)], ids=str)
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_microbatches_need_their_part(policy: fs.Policy, accumulate: int) -> None:

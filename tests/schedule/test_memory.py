@@ -1,6 +1,7 @@
 """The memory of a schedule: lifetimes and ranges against definitions spelled out op by op."""
 
 import re
+from collections import Counter
 from dataclasses import replace
 from itertools import combinations
 from typing import Any
@@ -31,6 +32,7 @@ def alive_at(schedule: Schedule) -> list[dict[str, int]]:
                 if g.reduced
                 else {}
             )
+    fillings: Counter[str] = Counter()  # of gradients that no reduction has taken
     for op in schedule:
         done: list[str] = []
         group = next((g for g in schedule.groups if g.name == op.target), None)
@@ -38,10 +40,15 @@ def alive_at(schedule: Schedule) -> list[dict[str, int]]:
             for g in (schedule.groups[i] for i in schedule.program.reads[op.target]):
                 if g.trainable and g.reduced:
                     now[f"grad:{g.name}"] = g.grad_bytes
+                    fillings[g.name] += 1
+                    if fillings[g.name] == 2:  # those that waited, and those that are added
+                        now[f"fill:{g.name}"] = 2 * min(g.grad_bytes, g.full_bytes or g.grad_bytes)
+                        done.append(f"fill:{g.name}")
         elif op.kind == "all_gather" and group:
             now[f"param:{op.target}"] = group.full_bytes
         elif op.kind == "reduce_scatter" and group:
             (first,) = (move for move in group.transfers if move.kind == "reduce_scatter")
+            del fillings[group.name]
             if f"grad:{op.target}" in now:
                 once = schedule.accumulate == 1 or schedule.policy.accumulation == "full"
                 new = first.staging + group.shard_bytes * (once and not first.late)
