@@ -123,15 +123,13 @@ class Machine:
             few = {"policies": [], "accumulate": [], "calibrate": 1}
             found = self._run(CALIBRATIONS[setting.like], name, few)
             self.costs[setting.like, name] = read(found["costs"][name])
-        begun = time.monotonic()
         found = self._run(setting, name, {"auto": 1, "calibrate": 0, **setting.options})
         costs = placed(setting, self.costs[setting.like, name])
         cases = {key: predicted(case, costs) for key, case in found["cases"].items()}
         return {
             "cases": cases,
             "disturbed": statistics.median(case["disturbed"] for case in cases.values()),
-            "minutes": (time.monotonic() - begun) / 60,
-            "date": f"{datetime.datetime.now(datetime.UTC):%Y-%m-%d %H:%M} UTC",
+            "date": found["date"],
         }
 
     def _run(self, setting: Setting, name: str, options: Mapping[str, Any]) -> Any:
@@ -140,6 +138,7 @@ class Machine:
         if kept and kept.exists():
             return json.loads(kept.read_text())
         found = run_workers(setting.ranks, setting.rate, every, SCRIPT)
+        found["date"] = f"{datetime.datetime.now(datetime.UTC):%Y-%m-%d %H:%M} UTC"
         if kept:
             kept.parent.mkdir(parents=True, exist_ok=True)
             kept.write_text(json.dumps(found))
@@ -174,6 +173,9 @@ def placed(setting: Setting, costs: Costs) -> Costs:
     if setting.hsdp:
         links["replica"] = links["shard"]
         links["replica_reduce over replica"] = links["reduce_scatter over shard"]
+        known = {kind: costs.of(kind, "") for kind in ("reduce_scatter", "wait reduce_scatter")}
+        added = {(kind.replace("reduce_scatter", "replica_reduce"), ""): value for kind, value in known.items()}
+        costs = replace(costs, seconds={**costs.seconds, **added})
     sizes, names = ((2, 2), ("replica", "shard")) if setting.hsdp else ((setting.ranks,), ("shard",))
     costs = replace(costs, links=links, processors=costs.processors * 2 / setting.ranks)
     return costs.among(fs.abstract_mesh(sizes, names))
