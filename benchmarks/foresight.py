@@ -125,7 +125,7 @@ class Machine:
             self.costs[setting.like, name] = read(found["costs"][name])
         found = self._run(setting, name, {"auto": 1, "calibrate": 0, **setting.options})
         costs = placed(setting, self.costs[setting.like, name])
-        cases = {key: predicted(case, costs) for key, case in found["cases"].items()}
+        cases = {key: predicted(case, costs) for key, case in pooled(found["cases"]).items()}
         return {
             "cases": cases,
             "disturbed": statistics.median(case["disturbed"] for case in cases.values()),
@@ -151,6 +151,14 @@ def read(values: Any) -> Costs:
         path = Path(folder) / "costs.json"
         path.write_text(json.dumps(values))
         return read_costs(path)
+
+
+def pooled(cases: Mapping[str, Any]) -> dict[str, Any]:
+    """Cases of one schedule have the steps of all of them: what ``auto`` has chosen may be one of the policies."""
+    times: dict[str, list[float]] = {}
+    for case in cases.values():
+        times.setdefault(case["schedule"], []).extend(case["times"])
+    return {key: {**case, "times": times[case["schedule"]]} for key, case in cases.items()}
 
 
 def predicted(case: Mapping[str, Any], costs: Costs) -> dict[str, Any]:

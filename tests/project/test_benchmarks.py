@@ -255,6 +255,9 @@ def test_foresight_judges_choices_by_what_fits_and_keeps_what_was_measured(bench
     assert values["all: how far predictions are from what was measured, worst"] == pytest.approx(0.1)
     assert values["all: auto / best policy that fits, worst"] == pytest.approx(1.05)
     assert "1 of 8 pieces are measured" in report.notes[0] and "1.50 to 1.50 times as long" in report.notes[0]
+    same = {"a": {"schedule": "x", "times": [1.0]}, "auto": {"schedule": "x", "times": [3.0]}}
+    found = bench.foresight.pooled({**same, "b": {"schedule": "y", "times": [2.0]}})
+    assert [case["times"] for case in found.values()] == [[1.0, 3.0], [1.0, 3.0], [2.0]]
     link = bench.foresight.slower(Link(120e6, 1e-3, beside=8e-9, peak=80e6), 0.2)
     assert (link.bytes_per_s, link.peak, link.latency) == pytest.approx((24e6, 16e6, 5e-3))
     assert link.beside == pytest.approx(24e-9)
