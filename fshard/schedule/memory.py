@@ -135,6 +135,7 @@ class _Lives:
         read = {groups[group].name: gradient for group, gradient in stages.updates.items()}
         self.reads = {name: groups[gradient] for name, gradient in read.items() if gradient is not None}
         self.waiting = Counter(group.name for group in self.reads.values())  # updates that read a gradient
+        self.last = {(op.microbatch, op.target): at for at, op in enumerate(ops) if op.kind == "backward"}
         self.born: dict[str, int] = {}
         self.fillings: Counter[str] = Counter()  # of the gradients that no reduction has taken yet
         self.rounds = Counter((op.kind, op.target) for op in ops if started(op.kind))
@@ -166,6 +167,9 @@ class _Lives:
     def _fill(self, at: int, group: GroupInfo) -> Ended:
         """A backward makes gradients of leaves, which wait if they are the first, and otherwise are added."""
         self.born.setdefault(f"grad:{group.name}", at)
+        op = self.ops[at]
+        if at < self.last[op.microbatch, op.target]:
+            return  # autograd adds up what the calls of a unit make, and hands it over after the last
         self.fillings[group.name] += 1
         if self.fillings[group.name] == 2:
             yield f"fill:{group.name}", 2 * _leaves(group), (at, at)

@@ -33,15 +33,17 @@ def alive_at(schedule: Schedule) -> list[dict[str, int]]:
                 else {}
             )
     fillings: Counter[str] = Counter()  # of gradients that no reduction has taken
-    for op in schedule:
+    last = {(op.microbatch, op.target): at for at, op in enumerate(schedule) if op.kind == "backward"}
+    for at, op in enumerate(schedule):
         done: list[str] = []
         group = next((g for g in schedule.groups if g.name == op.target), None)
         if op.kind == "backward" and schedule.train:
             for g in (schedule.groups[i] for i in schedule.program.reads[op.target]):
                 if g.trainable and g.reduced:
                     now[f"grad:{g.name}"] = g.grad_bytes
-                    fillings[g.name] += 1
-                    if fillings[g.name] == 2:  # those that waited, and those that are added
+                    over = at == last[op.microbatch, op.target]  # autograd adds up what calls of a unit make
+                    fillings[g.name] += over
+                    if over and fillings[g.name] == 2:  # those that waited, and those that are added
                         now[f"fill:{g.name}"] = 2 * min(g.grad_bytes, g.full_bytes or g.grad_bytes)
                         done.append(f"fill:{g.name}")
         elif op.kind == "all_gather" and group:
