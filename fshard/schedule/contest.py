@@ -10,6 +10,7 @@ from statistics import median
 
 from fshard.schedule.auto import TIE, Candidate, Choice
 from fshard.schedule.build import build
+from fshard.schedule.candidates import Task
 from fshard.schedule.check import check
 from fshard.schedule.policy import Policy
 from fshard.schedule.schedule import Schedule
@@ -45,7 +46,7 @@ class Contender:
 
 @dataclass(frozen=True)
 class Round:
-    """Some contenders, each of which makes as many steps as there are turns.
+    """Contenders that take turns: in each turn, each makes a step.
 
     Attributes:
         contenders: at least one.
@@ -136,7 +137,7 @@ def contenders(choice: Choice, room: int | None = None) -> tuple[Contender, ...]
     chosen, limit = choice.chosen, min([each for each in (choice.budget, room) if each is not None], default=math.inf)
     found = [Contender(chosen, choice.schedule)]
     for each in _promising(choice, limit):
-        schedule = scheduled(choice, each.policy)
+        schedule = scheduled(choice.task, each.policy)
         same = any((one.schedule.ops, one.schedule.groups) == (schedule.ops, schedule.groups) for one in found)
         if not same and held([*found, Contender(each, schedule)]) <= limit:
             check(schedule)
@@ -153,9 +154,8 @@ def held(contenders: Sequence[Contender]) -> int:
     return max(peak - arena for peak, arena in zip(peaks, arenas, strict=True)) + max(arenas)
 
 
-def scheduled(choice: Choice, policy: Policy) -> Schedule:
-    """The schedule that what was chosen for has under a policy."""
-    task = choice.task
+def scheduled(task: Task, policy: Policy) -> Schedule:
+    """The schedule that a task has under a policy."""
     return build(task.program, task.under(policy).groups, policy, task.accumulate, task.train)
 
 

@@ -19,7 +19,7 @@ from fshard.schedule.schedule import Schedule
 from fshard.schedule.transfers import Transfer, awaited, started
 
 CALM, LEAST = 10, 3
-"""One in so many steps is taken to be as fast as nothing had disturbed it, and so many at least."""
+"""Of so many steps the fastest one counts as undisturbed, and of all steps so many at least."""
 
 TURNS = 3
 """Steps until bursts are as in all later ones."""
@@ -276,8 +276,8 @@ def _bounded(link: Link, samples: Sequence[Sample], stream: Stream) -> Link:
     """A link that is not shaped: what it reaches when it is kept busy, and with one transfer, which may be far less."""
     sizes = [sample.sent for sample in samples]
     latency, carrying = line(sizes, [sample.carried for sample in samples], 1 / stream.rate)
-    bounded = replace(link, bytes_per_s=max(stream.rate, 1 / carrying), peak=1 / carrying)
-    return replace(bounded, latency=latency, together=stream.together)
+    rate = max(stream.rate, 1 / carrying)
+    return replace(link, bytes_per_s=rate, latency=latency, peak=1 / carrying, together=stream.together)
 
 
 def _shaped(link: Link, stream: Stream, slow: float) -> bool:
@@ -305,17 +305,17 @@ def _burst(link: Link, free: Sequence[Sample], stream: Stream) -> Link:
     if free:
         latency, carrying = line([sample.sent for sample in free], [sample.carried for sample in free])
     peak = 1 / carrying if carrying > 0 else math.inf
-    shaped = replace(link, bytes_per_s=stream.rate, latency=latency, burst=stream.burst, peak=peak)
-    return replace(shaped, together=stream.together)
+    rate, burst, together = stream.rate, stream.burst, stream.together
+    return replace(link, bytes_per_s=rate, latency=latency, burst=burst, peak=peak, together=together)
 
 
 def line(xs: Sequence[float], ys: Sequence[float], least: float = 0.0) -> tuple[float, float]:
     """Intercept and slope of the line of least squares, neither of them negative. Its sum over all is that of ``ys``.
 
     Args:
-        xs: where it is known.
-        ys: what it is there.
-        least: a slope that it has at least, if its intercept allows.
+        xs: the arguments, such as the sizes of transfers.
+        ys: the value at each.
+        least: the least slope, unless the intercept would be negative with it.
 
     >>> line([1, 2, 3], [3.0, 5.0, 7.0])
     (1.0, 2.0)

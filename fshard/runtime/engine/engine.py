@@ -130,7 +130,7 @@ class Engine:
                 leaf.grad = None
 
     def release(self) -> None:
-        """Release the arena, of which leaves and graphs hold views. The engine cannot be used afterwards."""
+        """Drop the views of the arena that leaves and graphs hold. The engine cannot be used afterwards."""
         self.slots.release()
         self.graphs = None
 

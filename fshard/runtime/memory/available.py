@@ -6,7 +6,7 @@ import torch
 
 
 def free_bytes(device: torch.device, root: Path = Path("/")) -> int | None:
-    """The bytes that are free on a device, or on this host for all of its processes; None if nobody says.
+    """The bytes that are free on a device, or on this host for all of its processes; None if that is not known.
 
     What PyTorch's allocator keeps of a device without using it is free, and so is what the kernel caches of files. A
     limit of the process' control group (version 2) counts as the size of the host.

@@ -9,9 +9,9 @@ from fshard.runtime.execution.timed import Stopwatch
 from fshard.runtime.steps.calibrate import fitted_by_all, op_times
 from fshard.runtime.steps.contests import Contest, opened
 from fshard.schedule.auto import Auto, Choice, choose
-from fshard.schedule.build import build
 from fshard.schedule.candidates import Task
 from fshard.schedule.check import check
+from fshard.schedule.contest import scheduled
 from fshard.schedule.fit import APART, OpTime
 from fshard.schedule.footprint import footprint
 from fshard.schedule.policy import secondary
@@ -92,7 +92,7 @@ def begun(comms: Communicators, choice: Choice, auto: Auto) -> Trial | Contest |
         return None
     kept = [secondary(*axes) for axes in task.second]
     policy = replace(APART, update=auto.update, reshard=kept[0] if kept else True)  # it times gathers of both kinds
-    schedule = build(task.program, task.under(policy).groups, policy, task.accumulate, task.train)
+    schedule = scheduled(task, policy)
     check(schedule)
     if auto.memory is not None and footprint(schedule, task.needs, task.graphs).peak_bytes > auto.memory:
         return opened(comms, choice)
