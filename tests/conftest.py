@@ -1,4 +1,4 @@
-"""What all tests share: one thread for torch, no deadlines for examples, and the pools of gloo processes."""
+"""What all tests share: one thread for torch, sixty examples without deadlines, and the pools of gloo processes."""
 
 import gc
 import getpass
@@ -26,13 +26,13 @@ LAST = -1000
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Keep the test process itself on one thread, and let examples take as long as a busy machine needs."""
+    """Keep the test process itself on one thread, and let sixty examples take as long as a busy machine needs."""
     torch.set_num_threads(1)
     if "PYTEST_XDIST_WORKER" not in os.environ:
         own_temp_directory()
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in what a shell runs in the background
         signal.signal(signal.SIGINT, signal.default_int_handler)
-    settings.register_profile("patient", deadline=None)
+    settings.register_profile("patient", deadline=None, max_examples=60)
     settings.load_profile("patient")
     gc.disable()  # nothing of a collection is garbage
 

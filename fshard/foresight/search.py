@@ -223,7 +223,7 @@ def _best(remat: Any, step: TrainStep, batch: Any, task: Task, hardware: Hardwar
     def held(tried: Candidate) -> int:
         return tried.memory.peak_bytes + int(joined(tried.policy.secondary))
 
-    chosen = _fastest(task, costs, held, limit, builds)
+    chosen = _fastest(task, _timed(task, costs, builds), held, limit)
     rows = sizes(batch)[0] * plan.data_size
     seconds = chosen.seconds or math.nan
     mfu = model_flops(task) / (seconds * hardware.speed.peak)
@@ -231,20 +231,24 @@ def _best(remat: Any, step: TrainStep, batch: Any, task: Task, hardware: Hardwar
     return Option(plan.mesh, remat, wire, chosen.policy, state + held(chosen), *times, mfu, held(chosen) <= limit)
 
 
-def _fastest(task: Task, costs: Costs, held: Callable[[Candidate], int], limit: float, builds: Builds) -> Candidate:
+def _timed(task: Task, costs: Costs, builds: Builds) -> list[Simulation]:
+    """What a step takes under each policy."""
+    return [timed(task, policy, costs, builds.build) for policy in candidates(task, "deferred")]
+
+
+def _fastest(task: Task, runs: list[Simulation], held: Callable[[Candidate], int], limit: float) -> Candidate:
     """The fastest policy within a limit, and of equally fast ones the one that holds least; else the one of all.
 
     What a policy holds takes as long to find as its time, so that is done for those alone that may be chosen.
     """
-    runs = [*enumerate(timed(task, policy, costs, builds.build) for policy in candidates(task, "deferred"))]
     found: dict[int, Candidate] = {}
-    for _, alike in itertools.groupby(sorted(runs, key=_seconds), key=_seconds):
+    for _, alike in itertools.groupby(sorted(enumerate(runs), key=_seconds), key=_seconds):
         tied = {number: weighed(task, run) for number, run in alike}
         fits = [each for each in tied.values() if held(each) <= limit]
         if fits:
             return min(fits, key=held)
         found |= tied
-    return min((found[number] for number, _ in runs), key=held)
+    return min((found[number] for number in range(len(runs))), key=held)
 
 
 def _seconds(run: tuple[int, Simulation]) -> float:

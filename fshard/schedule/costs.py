@@ -19,6 +19,7 @@ from fshard.schedule import refusals
 from fshard.schedule.ops import STEP_KINDS, op_kinds
 from fshard.schedule.transfers import Transfer, moves
 from fshard.sharding.mesh import Mesh
+from fshard.writing import write_whole
 
 FORMAT = "fshard costs 1"
 
@@ -222,11 +223,12 @@ class Costs:
         return replace(self, seconds=seconds, links=links, ranks=mesh.size if self.ranks else 0)
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write them to a JSON file, complete or not at all."""
-        text = json.dumps(self.as_json(), indent=1)
-        unfinished = Path(f"{os.fspath(path)}.{os.getpid()}.tmp")
-        unfinished.write_text(text + "\n")
-        unfinished.replace(path)
+        """Write them to a JSON file, complete or not at all: a file that was there stays until the new one is whole.
+
+        Raises:
+            PlanError: the file cannot be written: no such folder, no permission, no room.
+        """
+        write_whole(path, json.dumps(self.as_json(), indent=1) + "\n")
 
     def as_json(self) -> dict[str, Any]:
         """Plain values for a JSON file. A link without a limit has the rate null."""

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -158,7 +158,6 @@ def linear_maps(draw: Any) -> tuple[Any, ...]:
 
 
 @pytest.mark.long
-@settings(max_examples=60, deadline=None)
 @given(linear_maps(), st.integers(0, 99), st.sampled_from([torch.float64, torch.complex128]))
 def test_the_adjoint_identity_is_exact(drawn: tuple[Any, ...], seed: int, dtype: torch.dtype) -> None:
     sizes, names, axis, call, shape, types = drawn

@@ -378,7 +378,7 @@ def test_every_new_tensor_names_its_device() -> None:
         for node in ast.walk(ast.parse(path.read_text())):
             if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
                 continue
-            torches = ast.unparse(node.func.value) == "torch" and node.func.attr in FACTORIES
+            torches = node.func.attr in FACTORIES and ast.unparse(node.func.value) == "torch"
             if torches and not {"device", None} & {word.arg for word in node.keywords}:
                 found.append(f"{path.relative_to(root)}:{node.lineno}: {ast.unparse(node)}")
     assert [line for line in found if not line.startswith(OUTSIDE)] == []

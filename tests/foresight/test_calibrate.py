@@ -108,6 +108,7 @@ def test_ranks_that_share_a_processor_do_not_count_the_compute_of_others_twice()
 
 
 SHAPED = Link(50.0, 0.01, sending=1e-3, beside=1e-4, taking=2e-3, burst=150.0, peak=1000.0)
+LAYERS = 2
 QUICK = {("forward", ""): 0.1, ("backward", ""): 0.2}
 
 
@@ -230,8 +231,8 @@ def test_too_few_processors_are_taken_out_of_what_was_measured() -> None:
 
 
 def made(mesh: fs.Mesh, schedule: Any = None) -> tuple[Any, Any]:
-    """A state and a step of four layers."""
-    params = {f"l{i}": {"w": torch.eye(16)} for i in range(4)}
+    """A state and a step of two layers."""
+    params = {f"l{i}": {"w": torch.eye(16)} for i in range(LAYERS)}
     plan = fs.make_plan(params, mesh, [(".*", fs.fsdp("shard"))], units=("*",))
     opt = fs.optim.adamw(1e-2)
 
@@ -240,13 +241,14 @@ def made(mesh: fs.Mesh, schedule: Any = None) -> tuple[Any, Any]:
         return torch.tanh(x @ params["w"])
 
     def loss(params: Any, x: torch.Tensor) -> torch.Tensor:
-        for i in range(4):
+        for i in range(LAYERS):
             x = layer(params[f"l{i}"], x)
         return x.square().mean()
 
     return fs.init_state(plan, opt, params=params), fs.make_train_step(loss, opt, plan, schedule=schedule)
 
 
+@pytest.mark.long
 def test_a_step_is_calibrated_and_stays_as_it_is() -> None:
     mesh = fs.virtual_mesh((2,), ("shard",))
 
@@ -267,7 +269,7 @@ def test_a_step_is_calibrated_and_stays_as_it_is() -> None:
     assert (
         set(one.links) == {"shard", "all_gather over shard", "reduce_scatter over shard"} and "2 ranks" in one.machine
     )
-    assert {target for kind, target in one.seconds if kind == "forward"} >= {f"layer(l{i}.w)" for i in range(4)}
+    assert {target for kind, target in one.seconds if kind == "forward"} >= {f"layer(l{i}.w)" for i in range(LAYERS)}
     with pytest.raises(PlanError, match="rounds=0"):
         mesh.run(lambda: made(mesh)[1].calibrate(torch.ones(2, 16), rounds=0))
 
@@ -334,6 +336,7 @@ def test_ranks_that_are_bound_to_processors_of_their_own_do_not_share_them(pool:
     assert len({words for _, _, words in found}) == 1
 
 
+@pytest.mark.long
 def test_auto_times_its_first_steps_and_chooses_by_them() -> None:
     mesh = fs.virtual_mesh((2,), ("shard",))
     batches = [torch.randn(2, 16, generator=torch.Generator().manual_seed(n)) for n in range(240)]
@@ -363,6 +366,7 @@ def test_auto_times_its_first_steps_and_chooses_by_them() -> None:
     assert len(set(given[1])) == 1 and isinstance(given[2].rates, Rates) and all(given[3])
 
 
+@pytest.mark.long
 def test_timed_steps_keep_the_limit_of_memory() -> None:
     mesh = fs.virtual_mesh((2,), ("shard",))
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -270,7 +270,6 @@ def test_states_and_trees_that_cannot_be_exported() -> None:
         next(stream)
 
 
-@settings(max_examples=60, deadline=None)
 @given(st.data())
 def test_any_layout_becomes_any_other(data: st.DataObject) -> None:
     shape = tuple(data.draw(st.lists(st.integers(1, 5), min_size=0, max_size=3)))

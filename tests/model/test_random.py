@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -45,7 +45,6 @@ def parts(draw: st.DrawFn) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int,
 
 
 @given(parts(), st.booleans())
-@settings(deadline=None, max_examples=60)
 def test_a_part_is_drawn_as_it_is_in_the_whole(case: Any, tensors: bool) -> None:
     whole, start, shape = case
     box = tuple(slice(a, a + n) for a, n in zip(start, shape, strict=True))

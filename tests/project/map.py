@@ -41,10 +41,12 @@ def room(module: Module) -> str:
 
 def own(node: ast.AST) -> Iterator[ast.AST]:
     """What is inside of a node, without the functions and classes defined in it."""
-    for child in ast.iter_child_nodes(node):
-        if not isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-            yield child
-            yield from own(child)
+    open_ = [node]
+    while open_:
+        for child in ast.iter_child_nodes(open_.pop()):
+            if not isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+                yield child
+                open_.append(child)
 
 
 def complexity(function: Function) -> int:
@@ -78,7 +80,7 @@ def defined(node: ast.AST, prefix: str = "") -> Iterator[tuple[str, Function | a
         if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             yield prefix + child.name, child
             yield from defined(child, f"{prefix}{child.name}.")
-        else:
+        elif not isinstance(child, ast.expr):  # which defines none
             yield from defined(child, prefix)
 
 

@@ -165,6 +165,7 @@ def settle(run: Run, rows: int = 2) -> list[Any]:
     raise AssertionError("it never settles")
 
 
+@pytest.mark.long
 def test_a_contest_stays_within_the_limit_of_memory() -> None:
     def limited(seconds: Seconds) -> Any:
         free = Run(VIRTUAL, fs.Auto(compute=1e9, wire=1e9)).choice()
@@ -258,6 +259,7 @@ def test_two_programs_have_a_contest_each() -> None:
     assert one == two and number < 2 * CAP and first and second and min(known) > 2
 
 
+@pytest.mark.long
 def test_a_step_of_a_restored_state_begins_anew(tmp_path: Path) -> None:
     def interrupted() -> Any:
         run = Run(VIRTUAL, "auto")
@@ -290,6 +292,7 @@ def test_without_a_trial_there_is_no_contest(size: int, schedule: Any) -> None:
     assert mesh.run(run)[0] == (True, True, {})
 
 
+@pytest.mark.long
 def test_where_memory_is_short_less_is_timed() -> None:
     def measured() -> int:
         run = Run(VIRTUAL, "auto")

@@ -11,7 +11,7 @@ from types import FrameType
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 
 from fshard.errors import PlanError
 from fshard.schedule import Call, GroupInfo, Op, Policy, Program, Schedule, build, check, parse
@@ -65,7 +65,6 @@ def test_golden(name: str) -> None:
     check(parse(text))
 
 
-@settings(max_examples=120, deadline=None)
 @given(recipes())
 def test_any_program_leads_to_the_rule_and_passes_check(recipe: Any) -> None:
     schedule = build(*recipe)

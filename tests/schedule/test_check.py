@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from fshard.errors import ScheduleError
@@ -78,7 +78,6 @@ def test_edits_pass_only_if_still_valid(case: str, policy: Policy, accumulate: i
         assert passes(edited) == valid(edited), f"{name}\n{edited}"
 
 
-@settings(max_examples=120, deadline=None)
 @given(recipes(most=4), st.data())
 def test_random_edits_pass_only_if_still_valid(recipe: Any, data: st.DataObject) -> None:
     schedule = build(*recipe)

@@ -125,7 +125,6 @@ def priced(draw: st.DrawFn) -> tuple[Schedule, Costs, float]:
     return schedule, Costs(seconds, one, other, processors=draw(st.sampled_from((0.5, 1.0, 1.5, 2.0)))), 0.5
 
 
-@settings(max_examples=60, deadline=None)
 @given(priced())
 def test_nothing_gets_slower_when_work_beside_falls(case: tuple[Schedule, Costs, float]) -> None:
     schedule, costs, factor = case
@@ -195,6 +194,28 @@ def test_costs_are_saved_and_composed(tmp_path: Path) -> None:
     assert both.seconds == {("forward", "u0"): 1.0, ("all_gather", ""): 0.5} and both.links == links.links
     assert (both.host, both.processors, both.machine) == (2.0, 2, "units of here; links of there")
     assert units.over(Link(5.0)).link == Link(5.0) and units.over(Link(5.0)).seconds == units.seconds
+
+
+@pytest.mark.parametrize("ended", [OSError(28, "No space left on device"), KeyboardInterrupt()], ids=repr)
+def test_costs_that_were_not_written_to_the_end_leave_the_old_ones(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ended: BaseException
+) -> None:
+    old, path = Costs({}, Link(1e9)), tmp_path / "a.json"
+    old.save(path)
+
+    def part(self: Path, text: str, **more: str) -> None:
+        with self.open("w") as file:
+            file.write(text[: len(text) // 2])
+        raise ended
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "write_text", part)
+        with pytest.raises(PlanError if isinstance(ended, OSError) else KeyboardInterrupt) as error:
+            Costs().save(path)
+    assert not isinstance(ended, OSError) or "a.json cannot be written: No space left" in str(error.value)
+    assert read_costs(path) == old and [each.name for each in tmp_path.iterdir()] == ["a.json"]
+    with pytest.raises(PlanError, match="there is no folder .*: make it first"):
+        old.save(tmp_path / "none" / "a.json")
 
 
 @pytest.mark.parametrize("text", ["", "{}", "[]", '{"format": "fshard costs 1"}', '{"format": "fshard costs 2"}'])

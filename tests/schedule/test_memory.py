@@ -7,7 +7,7 @@ from itertools import combinations
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from fshard.errors import ScheduleError
@@ -105,7 +105,6 @@ def agrees(schedule: Schedule) -> None:
         ]
 
 
-@settings(max_examples=120, deadline=None)
 @given(recipes())
 def test_memory_is_what_the_ops_say(recipe: Any) -> None:
     agrees(build(*recipe))
@@ -222,7 +221,6 @@ SPANS = st.lists(st.integers(0, 60), min_size=2, max_size=6, unique=True).map(
 )
 
 
-@settings(max_examples=120, deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 9), SPANS), max_size=25))
 def test_packing_any_lifetimes(items: list[tuple[int, list[Span]]]) -> None:
     sizes, spans = [size for size, _ in items], [lives for _, lives in items]

@@ -4,7 +4,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from fshard.errors import PlanError, ScheduleError
@@ -186,7 +186,6 @@ def prices(draw: st.DrawFn, schedule: Schedule) -> Costs:
     return Costs(seconds, draw(links), draw(st.none() | links))
 
 
-@settings(max_examples=100, deadline=None)
 @given(recipes(most=4), st.data())
 def test_any_run_is_lawful(recipe: Any, data: st.DataObject) -> None:
     schedule = build(*recipe)
@@ -208,7 +207,6 @@ def test_any_run_is_lawful(recipe: Any, data: st.DataObject) -> None:
             assert run.ends[issue] <= run.ends[at] and run.issued[issue] <= run.starts[issue]
 
 
-@settings(max_examples=100, deadline=None)
 @given(recipes(most=4), st.data())
 def test_nothing_gets_slower_when_a_cost_falls(recipe: Any, data: st.DataObject) -> None:
     schedule = build(*recipe)
@@ -223,7 +221,6 @@ def test_nothing_gets_slower_when_a_cost_falls(recipe: Any, data: st.DataObject)
     assert all(b <= a for a, b in zip(slow.ends, fast.ends, strict=True))
 
 
-@settings(max_examples=100, deadline=None)
 @given(st.integers(1, 6), st.lists(st.integers(0, 400), min_size=6, max_size=6), st.booleans(), st.data())
 def test_more_prefetch_is_never_slower_where_gathers_have_their_link(
     count: int, sent: list[int], reshard: bool, data: st.DataObject
@@ -241,7 +238,6 @@ def test_more_prefetch_is_never_slower_where_gathers_have_their_link(
     assert all(b <= a + 1e-9 for a, b in zip(times, times[1:], strict=False)), times
 
 
-@settings(max_examples=60, deadline=None)
 @given(recipes(most=4), st.data())
 def test_more_reductions_in_flight_are_never_slower(recipe: Any, data: st.DataObject) -> None:
     made, groups, policy, *rest = recipe

@@ -6,7 +6,7 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 
 from fshard.errors import PlanError, ScheduleError
 from fshard.schedule import Call, Costs, Link, Op, Policy, Program, Schedule, build, check, parse, simulate
@@ -115,7 +115,6 @@ def test_transfers_of_all_gradients_that_code_reads_are_waited_for_kind_by_kind(
     ]  # fmt: skip
 
 
-@settings(max_examples=120, deadline=None)
 @given(recipes())
 def test_a_program_is_a_step_of_one_pass(recipe: Any) -> None:
     made, groups, policy, accumulate, train = recipe
@@ -140,7 +139,6 @@ def test_cases_are_steps_of_one_pass(case: str, policy: Policy) -> None:
     assert build(Stages((Pass(made, 2),), updates), groups, policy).ops == build(made, groups, policy, 2).ops
 
 
-@settings(max_examples=100, deadline=None)
 @given(steps())
 def test_gradients_live_while_somebody_reads_them(recipe: Any) -> None:
     schedule = build(*recipe)

@@ -4,7 +4,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from fshard.errors import ScheduleError
@@ -24,7 +24,6 @@ POLICIES = [
 
 
 @pytest.mark.long
-@settings(max_examples=150, deadline=None)
 @given(steps())
 def test_any_step_passes_check_and_every_statement(recipe: Any) -> None:
     schedule = build(*recipe)
@@ -33,7 +32,6 @@ def test_any_step_passes_check_and_every_statement(recipe: Any) -> None:
 
 
 @pytest.mark.long
-@settings(max_examples=150, deadline=None)
 @given(steps())
 def test_any_step_can_be_printed_and_read(recipe: Any) -> None:
     schedule = build(*recipe)
@@ -60,7 +58,6 @@ def test_edits_pass_only_if_still_valid(case: str, policy: Policy) -> None:
 
 
 @pytest.mark.long
-@settings(max_examples=150, deadline=None)
 @given(steps(), st.data())
 def test_random_edits_pass_only_if_still_valid(recipe: Any, data: st.DataObject) -> None:
     schedule = build(*recipe)

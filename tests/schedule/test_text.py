@@ -4,7 +4,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from fshard.errors import ScheduleError
@@ -17,7 +17,6 @@ NAMES = st.text(max_size=8) | st.sampled_from(
 )
 
 
-@settings(max_examples=120, deadline=None)
 @given(recipes())
 def test_round_trip(recipe: Any) -> None:
     schedule = build(*recipe)
@@ -25,7 +24,6 @@ def test_round_trip(recipe: Any) -> None:
     assert again == schedule and str(again) == str(schedule) and again.hash == schedule.hash
 
 
-@settings(max_examples=120, deadline=None)
 @given(
     recipes(most=4),
     st.lists(NAMES.filter(bool).filter(lambda name: name != "root"), min_size=8, max_size=8, unique=True),
@@ -59,7 +57,6 @@ def test_what_is_kept_must_be_written_right(text: str) -> None:
         parse(whole)
 
 
-@settings(max_examples=120, deadline=None)
 @given(
     st.lists(
         st.builds(
@@ -160,7 +157,6 @@ def test_a_text_cut_short() -> None:
         parse("")
 
 
-@settings(max_examples=120, deadline=None)
 @given(st.data())
 def test_damage_never_escapes_as_another_error(data: st.DataObject) -> None:
     text = str(build(*gpt(2), Policy()))
