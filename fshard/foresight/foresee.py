@@ -21,7 +21,7 @@ from fshard.schedule.costs import Costs
 from fshard.schedule.footprint import Footprint
 from fshard.schedule.infos import between, communicators, fast_axes, group_infos
 from fshard.schedule.machines import COMMUNICATOR, Cluster, Speed, foreseen_costs, named_device, named_link, speed
-from fshard.schedule.ops import LOCAL, ROOT
+from fshard.schedule.ops import ROOT
 from fshard.schedule.policy import Policy
 from fshard.schedule.schedule import Schedule
 from fshard.schedule.simulate import Simulation, simulate
@@ -286,7 +286,7 @@ def foresee(
         simulate(schedule, costs.only(kinds)),
         rows,
         tokens,
-        model_flops(task),
+        task.flops * task.accumulate,
         dict(scaling(task, plan, hardware, chosen.policy)),
         task,
         host_bytes=host_bytes(step, plan),
@@ -299,7 +299,7 @@ def task_of(step: TrainStep, found: Trace, plan: Plan) -> Task:
         raise PlanError("a run has found this program, which depends on values of tensors: it cannot be foreseen")
     schedule, accumulate = found.schedule, step.options.accumulate
     bare = Task(schedule.program, schedule.groups, found.needs, accumulate, axes=found.program_axes)
-    return on_plan(replace(bare, graphs=found.graphs), plan, step)
+    return on_plan(replace(bare, graphs=found.graphs, flops=found.flops or 0), plan, step)
 
 
 def on_plan(task: Task, plan: Plan, step: TrainStep) -> Task:
@@ -358,15 +358,6 @@ def sizes(batch: Any) -> tuple[int, int]:
     tensors = [x for x in tree.leaves(batch) if isinstance(x, Tensor) and x.dim()]
     words = next((x for x in tensors if x.dim() == 2 and not x.dtype.is_floating_point), None)
     return (tensors[0].shape[0] if tensors else 0), (words.numel() if words is not None else 0)
-
-
-def model_flops(task: Task) -> int:
-    """Operations of a rank's batch without recomputation: three times those of the forward, and never more than all."""
-    forward = total = 0
-    for op, need in zip(task.stages.computes, task.needs, strict=True):
-        forward += need.flops if op.kind == "forward" else 0
-        total += need.flops if op.kind != LOCAL else 0
-    return min(3 * forward, total) * task.accumulate
 
 
 def scaling(task: Task, plan: Plan, hardware: Hardware, policy: Policy) -> Iterator[tuple[int, float]]:

@@ -34,6 +34,7 @@ class Task:
         again: the units that are computed again in their backward. ``needs`` are those with it.
         axes: mesh axes of the collectives that the program itself calls.
         graphs: whether unit graphs write gradients where they are flat.
+        flops: operations of the model for one microbatch, without what is computed again; 0 if not known.
     """
 
     program: Program | Stages
@@ -46,6 +47,7 @@ class Task:
     again: tuple[str, ...] = ()
     axes: Sequence[Axes] = ()
     graphs: bool = False
+    flops: int = 0
 
     @property
     def stages(self) -> Stages:

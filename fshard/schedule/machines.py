@@ -89,6 +89,7 @@ Link(bytes_per_s=50000000000.0, latency=1e-05)
 DEVICES: Mapping[str, Device] = MappingProxyType(
     {
         "v100": Device(125e12, 15.7e12, 900e9, 32 * 10**9, "NVIDIA V100 SXM2 datasheet"),
+        "a100-40": Device(312e12, 19.5e12, 1555e9, 40 * 10**9, "NVIDIA A100 40GB SXM datasheet"),
         "a100": Device(312e12, 19.5e12, 2039e9, 80 * 10**9, "NVIDIA A100 80GB SXM datasheet"),
         "h100": Device(989.4e12, 66.9e12, 3350e9, 80 * 10**9, "NVIDIA H100 SXM datasheet"),
         "h200": Device(989.4e12, 66.9e12, 4800e9, 141 * 10**9, "NVIDIA H200 SXM datasheet"),

@@ -26,6 +26,8 @@ class Trace:
         communicators: what it communicates on between ranks, by role and axes: those of transfers, and as
             ``"collectives"`` those that the program itself uses. NCCL takes memory for each.
         graphs: whether unit graphs write gradients where they are flat.
+        flops: floating-point operations of the model for one microbatch, without what is computed again; None where
+            only a run has found the program, and for steps of parts.
 
     >>> import torch, fshard as fs
     >>> params = {"w": torch.ones(4), "idle": torch.ones(4)}
@@ -45,6 +47,7 @@ class Trace:
     idle: tuple[str, ...] | None = field(default=None, repr=False)
     communicators: tuple[tuple[str, Axes], ...] = field(default=(), repr=False)
     graphs: bool = field(default=False, repr=False)
+    flops: int | None = field(default=None, repr=False)
 
     @functools.cached_property
     def footprint(self) -> Footprint:

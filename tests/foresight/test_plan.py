@@ -5,12 +5,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import fshard as fs
 from fshard.cli.main import main
 from fshard.cli.plan import bytes_of, read_mesh
 from fshard.errors import PlanError
 from fshard.foresight.blame import named
+from fshard.foresight.foresee import foresee
+from fshard.foresight.jobs import Job
 from fshard.writing import write_whole
 
 JOB = """
@@ -271,3 +274,17 @@ def test_interrupted(job: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
 
     monkeypatch.setattr("fshard.cli.plan.foresee", interrupt)
     assert main(["plan", f"{job}:make"]) == 130 and capsys.readouterr().err == "fshard: interrupted\n"
+
+
+@pytest.mark.parametrize("options", [{}, {"remat": "all"}, {"accumulate": 2}], ids=str)
+def test_operations_are_those_of_the_model(options: dict[str, Any]) -> None:
+    """A head outside of units begins its backward within the last forward op, which must not count threefold."""
+    params = {"unit": {"w": torch.empty(8, 8, device="meta")}, "head": torch.empty(8, 64, device="meta")}
+    layer = fs.unit(lambda params, x: torch.tanh(x @ params["w"]))
+    job = Job(params, lambda p, x: (layer(p["unit"], x) @ p["head"]).square().mean(), torch.empty(4, 8), **options)
+    step, batch = job.step(fs.abstract_mesh((2,), ("data",)))
+    seen = foresee(step, batch, fs.sim.hardware("h100"))
+    square, head = 2 * 4 * 8 * 8, 2 * 4 * 8 * 64
+    assert seen.flops == 2 * square + 3 * head  # nobody needs the gradient of the batch
+    found = fs.sim.search(job, [step.plan.mesh], fs.sim.hardware("h100"), remats=[options.get("remat")])
+    assert found.best.mfu == seen.flops / (found.best.seconds * seen.hardware.speed.peak)

@@ -146,7 +146,7 @@ class Programs:
         check(schedule)
         needed = tuple(communicators(self.plan, self.comms.secondary, found.axes))
         needed = (*needed, *between(schedule.groups))
-        return Trace(schedule, choice, needs, found.idle, needed, self._direct)
+        return Trace(schedule, choice, needs, found.idle, needed, self._direct, found.flops)
 
     @property
     def _direct(self) -> bool:
