@@ -27,6 +27,7 @@ ORDER = (
     "checkpoint",
     "plan_time",
     "foresight",
+    "published",
     "gpu",
 )
 
