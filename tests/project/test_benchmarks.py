@@ -96,6 +96,14 @@ def test_the_page_holds_what_was_measured(bench: Any, tmp_path: Path) -> None:
     assert "| bytes | MiB | 3.000 |  |  |  |" in text and text.rstrip().endswith("a note")
 
 
+def test_the_docs_show_what_was_foreseen_for_published_runs() -> None:
+    notes = json.loads((FOLDER / "results" / "published.json").read_text())["notes"]
+    lines = (FOLDER.parent / "docs" / "foresight.md").read_text().splitlines()
+    begin = lines.index(notes[0])
+    shown = lines[begin : lines.index("", begin)]
+    assert len(shown) > 12 and [line for line in notes if line in shown] == shown
+
+
 def test_a_peer_that_is_not_there_leaves_a_note(bench: Any) -> None:
     notes: list[str] = []
     assert bench.peers.select(["eager", "nosuch"], notes) == ["eager"]
