@@ -232,7 +232,8 @@ def checked() -> Reuse:
 
     Slices of one draw may share a key; draws that overlap may not, and neither may two samples of a vmap. A draw
     inside of a backward is a recomputation, and is not counted. Keys whose values Python cannot read, as under
-    ``torch.compile`` and on fake tensors, are not checked. The scope reads every key, so use it for debugging.
+    ``torch.compile`` and on fake tensors, are not checked; nor are draws inside of ``fs.remat`` under a transform of
+    ``torch.func``. The scope reads every key, so use it for debugging.
 
     Raises:
         KeyReuseError: at the second draw, with the places of both.

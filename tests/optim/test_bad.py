@@ -142,7 +142,8 @@ FITS: list[tuple[Any, Any]] = [
 @pytest.mark.parametrize(("opt", "rules"), FITS)
 def test_optimizers_that_fit(opt: Any, rules: Any) -> None:
     plan = fs.make_plan(PARAMS, fs.abstract_mesh((2,), ("shard",)), rules)
-    fs.init_state(plan, opt, params=PARAMS)
+    assert fs.init_state(plan, opt, params=PARAMS).step == 0
+    assert fs.make_train_step(lambda params, batch: params["a"]["w"].sum(), opt, plan).plan is plan
 
 
 def test_a_state_of_another_optimizer_is_refused() -> None:

@@ -207,6 +207,7 @@ def test_a_cell_that_saves_can_be_run_twice(mesh: Any, tmp_path: Path) -> None:
             fs.Checkpointer(tmp_path).save(state, overwrite=True)
     finally:
         gc.enable()
+    assert same(fs.Checkpointer(tmp_path).restore(planned(mesh), OPT).params, state.params)
 
 
 def test_what_is_of_one_rank_is_told_from_what_is_of_all(mesh: Any) -> None:

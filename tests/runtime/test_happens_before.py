@@ -1,6 +1,7 @@
 """Every access of memory is ordered by the runtime's own events, and every one of these events is needed."""
 
 import dataclasses
+import functools
 import threading
 from collections.abc import Callable
 from dataclasses import replace
@@ -178,6 +179,12 @@ def test_nothing_races(name: str) -> None:
     assert sites
 
 
+@functools.cache
+def sites_of(name: str, device: str = "cpu") -> list[str]:
+    """The events and waits of a case."""
+    return sorted(raced(CASES[name], device=device)[1])
+
+
 def needless(name: str, device: str = "cpu") -> list[str]:
     """The events and waits of a case that can be dropped without a race."""
     return sorted(site for site, needed in events(name, device).items() if not needed)
@@ -185,26 +192,23 @@ def needless(name: str, device: str = "cpu") -> list[str]:
 
 def events(name: str, device: str) -> dict[str, bool]:
     """Whether each event and wait of a case is needed: mostly the first step shows it."""
-    case = CASES[name]
-    _, sites = raced(case, device=device)
-    return {site: any(raced(case, site, device, steps)[0] for steps in (1, 3)) for site in sorted(sites)}
+    case, sites = CASES[name], sites_of(name, device)
+    return {site: any(raced(case, site, device, steps)[0] for steps in (1, 3)) for site in sites}
 
 
 @pytest.mark.parametrize(
     "name", [*(pytest.param(n, marks=pytest.mark.slow if n in ALIKE else pytest.mark.long) for n in TRIED)]
 )
 def test_every_event_is_needed(name: str) -> None:
-    sites = raced(CASES[name])[1]
-    assert len(sites) >= TRIED[name], sites
+    assert len(sites_of(name)) >= TRIED[name], sites_of(name)
     assert needless(name) == []
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", ITS_OWN)
 def test_events_of_formats_and_of_replicas_are_needed(name: str) -> None:
-    sites = raced(CASES[name])[1]
     for begin in ITS_OWN[name]:
-        site = next(site for site in sorted(sites) if site.startswith(begin))
+        site = next(site for site in sites_of(name) if site.startswith(begin))
         assert any(raced(CASES[name], site, steps=steps)[0] for steps in (1, 3)), site
 
 

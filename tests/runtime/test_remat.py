@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import fshard as fs
 from fshard import checkpoint_policies as policies
 from fshard import tree
-from fshard.errors import PlanError, RematError
+from fshard.errors import KeyReuseError, PlanError, RematError
 from tests.runtime.test_policies import Count
 
 KEY = fs.random.key(3)
@@ -234,8 +234,11 @@ def test_autocast_is_that_of_the_call() -> None:
 
 
 def test_recomputation_is_no_second_use_of_a_key() -> None:
+    again, x = scalar(fs.remat(body)), X.clone().requires_grad_()
     with fs.random.checked():
-        F.grad(scalar(fs.remat(body)))(P, X)
+        again(P, x).backward()  # which draws once more
+        with pytest.raises(KeyReuseError):
+            again(P, x)
 
 
 @pytest.mark.parametrize(

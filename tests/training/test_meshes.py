@@ -12,7 +12,7 @@ from tests.shared import parity, reference, zoo
 from tests.shared.parity import Run
 from tests.shared.workers import Pools
 
-STEPS = 4
+STEPS = 3
 NEAR = {"sgd": parity.Near(norm=1e-4), "adamw": parity.Near(1e-4, 1e-4, 1e-3)}
 
 FLAT = ((-1,), ("shard",))

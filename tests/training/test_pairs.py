@@ -49,7 +49,7 @@ def _allowed(row: pairwise.Row) -> bool:
     return not in_backward or (not row.get("clip") and row.get("name", "gpt") in UPDATED_IN_BACKWARD)
 
 
-FEWEST = 4
+FEWEST = 3
 """Steps of programs that do not take turns."""
 
 PAIRWISE = pairwise.rows(OPTIONS, _allowed)
