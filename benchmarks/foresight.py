@@ -7,7 +7,9 @@ that fits. Calibration makes steps of its own: nothing in the table was used for
 ``lab.py`` does.
 
 Steps of all cases take turns, and of each case the fastest tenth counts, as in calibrations: what else runs on a
-machine makes steps slower, never faster, and these machines are shared. How much slower all steps were is told.
+machine makes steps slower, never faster, and these machines are shared. Calibrations take turns with them, on ranks of
+their own, so that both see the same minute. How much slower all steps were is told, and how far the steps of the first
+half of that minute are from those of the second: no prediction can be closer than that.
 
 All of it takes most of an hour. ``--resume --minutes 4`` measures a part of it: pieces that the results lack, as long
 as there is time. A piece is one model in one setting, and is kept as soon as it is measured. ``--runs FOLDER`` keeps
@@ -23,6 +25,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -35,6 +38,7 @@ import fshard as fs
 from fshard.schedule import parse
 from fshard.schedule.costs import Costs, Link, read_costs
 from fshard.schedule.fit import calm
+from fshard.schedule.schedule import Schedule
 from fshard.schedule.simulate import simulate
 
 MEDIAN, WORST = 0.05, 0.10
@@ -77,6 +81,9 @@ QUICK = (SETTINGS[0], SETTINGS[3])
 CALIBRATIONS = {"loopback": SETTINGS[0], "1gbit": SETTINGS[3]}
 SCRIPT = "foresight_rank.py"
 
+FEWEST = 3
+"""Calibrations that a case needs beside it."""
+
 
 def measure(args: argparse.Namespace) -> int:
     """Run the ranks of each setting, predict, report."""
@@ -115,34 +122,55 @@ class Machine:
 
     def __init__(self, options: Mapping[str, Any], runs: Path | None = None) -> None:
         self.options, self.runs = options, runs
-        self.costs: dict[tuple[str, str], Costs] = {}
 
     def piece(self, setting: Setting, name: str) -> dict[str, Any]:
         """One model in one setting: predicted and measured seconds of each case, and how disturbed it was."""
-        if (setting.like, name) not in self.costs:
-            few = {"policies": [], "accumulate": [], "calibrate": 1}
-            found = self._run(CALIBRATIONS[setting.like], name, few)
-            self.costs[setting.like, name] = read(found["costs"][name])
-        found = self._run(setting, name, {"auto": 1, "calibrate": 0, **setting.options})
-        costs = placed(setting, self.costs[setting.like, name])
-        cases = {key: predicted(case, costs) for key, case in pooled(found["cases"]).items()}
+        found = self._run(setting, name)
+        cases = {}
+        for key, case in pooled(found["cases"]).items():
+            costs = near(found["costs"], case["span"], parse(found["calibrated"]))
+            cases[key] = predicted(case, placed(setting, costs))
         return {
             "cases": cases,
             "disturbed": statistics.median(case["disturbed"] for case in cases.values()),
             "date": found["date"],
         }
 
-    def _run(self, setting: Setting, name: str, options: Mapping[str, Any]) -> Any:
-        every = {**self.options, "models": [name], **options}
-        kept = self.runs and self.runs / f"{setting}, {name}{', costs' * every['calibrate']}.json"
+    def _run(self, setting: Setting, name: str) -> Any:
+        kept = self.runs and self.runs / f"{setting}, {name}.json"
         if kept and kept.exists():
             return json.loads(kept.read_text())
-        found = run_workers(setting.ranks, setting.rate, every, SCRIPT)
+        found = together(setting, {**self.options, "models": [name]})
         found["date"] = f"{datetime.datetime.now(datetime.UTC):%Y-%m-%d %H:%M} UTC"
         if kept:
             kept.parent.mkdir(parents=True, exist_ok=True)
             kept.write_text(json.dumps(found))
         return found
+
+
+def together(setting: Setting, options: Mapping[str, Any]) -> Any:
+    """Run the ranks of all cases, and those of calibrations, which take turns until the cases are over."""
+    like = CALIBRATIONS[setting.like]
+    with ProcessPoolExecutor(1) as pool, tempfile.TemporaryDirectory() as folder:
+        calibrating = {**options, "turns": folder, "policies": [], "accumulate": [], "calibrate": 1}
+        other = pool.submit(run_workers, like.ranks, like.rate, calibrating, SCRIPT)
+        try:
+            asked = {**options, "turns": folder, "auto": 1, "calibrate": 0, **setting.options}
+            found = run_workers(setting.ranks, setting.rate, asked, SCRIPT)
+        finally:
+            (Path(folder) / "over").touch()
+        return {**other.result(), "cases": found["cases"]}
+
+
+def near(calibrations: Sequence[Any], span: Sequence[float], schedule: Schedule) -> Costs:
+    """Of the calibrations in the minute of a case, or of all if these are few, that of the lower quartile.
+
+    They go by the fastest tenth of their steps in three seconds each, and cases by that of a minute.
+    """
+    begun, over = span
+    found = [made["costs"] for made in calibrations if begun <= made["at"] <= over]
+    costs = [read(each) for each in (found if len(found) >= FEWEST else [made["costs"] for made in calibrations])]
+    return sorted(costs, key=lambda each: simulate(schedule, each).seconds)[len(costs) // 4]
 
 
 def read(values: Any) -> Costs:
@@ -165,14 +193,21 @@ def predicted(case: Mapping[str, Any], costs: Costs) -> dict[str, Any]:
     """A case: seconds predicted, those of steps that nothing disturbed, and how much longer half of all steps took."""
     schedule, times = parse(case["schedule"]), case["times"]
     costs = costs.only({op.kind for op in schedule})
-    measured = statistics.fmean([times[number] for number in calm([times])])
+    measured = fastest(times)
+    halves = [fastest(times[: len(times) // 2]), fastest(times[len(times) // 2 :])]
     return {
         "predicted": simulate(schedule, costs).seconds,
         "measured": measured,
+        "halves": halves[1] / halves[0] - 1,
         "steps": len(times),
         "disturbed": statistics.median(times) / measured,
         **{key: case[key] for key in ("policy", "peak", "limit")},
     }
+
+
+def fastest(times: Sequence[float]) -> float:
+    """The mean of the fastest tenth."""
+    return statistics.fmean([times[number] for number in calm([times])])
 
 
 def placed(setting: Setting, costs: Costs) -> Costs:
@@ -206,11 +241,15 @@ def told(report: Report, models: Sequence[str]) -> None:
     report.rows = [row for key, piece in pieces.items() for row in rows(key, piece["cases"])]
     found = [error for piece in pieces.values() for error in errors(piece["cases"]).values()]
     choices = [value for piece in pieces.values() for value in regrets(piece["cases"]).values()]
+    halves = [abs(case["halves"]) for piece in pieces.values() for case in piece["cases"].values()]
     if found:
         title = "all: how far predictions are from what was measured"
         median, worst = statistics.median(map(abs, found)), max(map(abs, found))
         report.rows += [Row(f"{title}, median", "share", median, target=MEDIAN)]
         report.rows += [Row(f"{title}, worst", "share", worst, target=WORST)]
+        title = "all: how far the second half of the same steps is from the first"
+        report.rows += [Row(f"{title}, median", "share", statistics.median(halves))]
+        report.rows += [Row(f"{title}, worst", "share", max(halves))]
         title = "all: auto / best policy that fits"
         report.rows += [Row(f"{title}, median", "wall", statistics.median(choices), target=REGRET_MEDIAN)]
         report.rows += [Row(f"{title}, worst", "wall", max(choices), target=REGRET_WORST)]

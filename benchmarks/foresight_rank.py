@@ -1,13 +1,15 @@
 """One rank of ``foresight.py``: calibrates, and makes steps of all cases in turns."""
 
 import argparse
+import fcntl
 import itertools
 import json
 import os
 import sys
 import time
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,8 +20,8 @@ from foresight_models import build
 
 import fshard as fs
 
-CALIBRATIONS = 3
-"""Calibrations of a model. The one of the fastest step counts: something else may have run beside the others."""
+REST = 0.05
+"""Seconds between two turns of a job, in which another one may begin."""
 
 SPAN = 0.2
 """Seconds that a turn takes, if a step is not longer."""
@@ -56,7 +58,7 @@ def meshed(args: argparse.Namespace) -> tuple[fs.Mesh, Any, Any]:
 def measure(args: argparse.Namespace) -> dict[str, Any]:
     """Costs of each model, and the schedules and times of all cases."""
     mesh, tactic, spec = meshed(args)
-    found: dict[str, Any] = {"costs": {}, "cases": {}}
+    found: dict[str, Any] = {"costs": [], "cases": {}}
     opt = fs.optim.adamw(1e-3)
     with mesh:
         for name in args.models:
@@ -70,13 +72,15 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
                 limits = limited(peaks) if args.auto else {}
                 steps |= {label: make(schedule=fs.Auto(memory=limit)) for label, limit in limits.items()}
                 states = {label: fs.init_state(plan, opt, seed=0) for label in steps}
-                states |= {label: settled(steps[label], states[label], given) for label in limits}
-                times_of = Turns(steps, states, given).take(
-                    args.seconds * times**0.5 / sum(each**0.5 for each in args.accumulate)
-                )
+                for label in limits:
+                    with alone(args.turns):
+                        states[label] = settled(steps[label], states[label], given)
+                begun, turns = time.time(), Turns(steps, states, given, args.turns)
+                times_of = turns.take(args.seconds * times**0.5 / sum(each**0.5 for each in args.accumulate))
                 for label, step in steps.items():
                     found["cases"][f"{name}|{times}|{label}"] = {
                         "times": times_of[label],
+                        "span": [begun, time.time()],
                         "schedule": str(step.schedule),
                         "policy": str(step.schedule.policy),
                         "peak": step.trace(given).footprint.peak_bytes,
@@ -85,16 +89,33 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
             if args.calibrate:
                 model, loss, batch = build(name)
                 plan = fs.make_plan(model, mesh, [(".*", tactic)], batch=spec)
-                step = fs.make_train_step(loss, opt, plan)
-                made = [step.calibrate(batch(0, mesh.rank)) for _ in range(CALIBRATIONS)]
-                schedule = step.trace(batch(0, mesh.rank)).schedule
-                fastest = min(made, key=lambda costs: fs.sim.simulate(schedule, costs).seconds)
-                found["costs"][name] = fastest.as_json()
+                step, given = fs.make_train_step(loss, opt, plan), batch(0, mesh.rank)
+                found["calibrated"] = str(step.trace(given).schedule)
+                while not (found["costs"] and over(args.turns)):
+                    with alone(args.turns):
+                        found["costs"].append({"costs": step.calibrate(given).as_json(), "at": time.time()})
         parts: list[Any] = [None] * mesh.size
         dist.all_gather_object(parts, {key: case["times"] for key, case in found["cases"].items()})
     for key, case in found["cases"].items():
         case["times"] = [max(column) for column in zip(*(part[key] for part in parts), strict=True)]
     return found
+
+
+@contextmanager
+def alone(turns: Path) -> Iterator[None]:
+    """Have the machine, while other jobs wait for their turns. Collective."""
+    with (turns / "turn").open("w") as file:
+        if dist.get_rank() == 0:
+            fcntl.flock(file, fcntl.LOCK_EX)
+        dist.barrier()
+        yield
+        dist.barrier()
+    time.sleep(REST)
+
+
+def over(turns: Path) -> bool:
+    """Whether the jobs that others take turns with are over, by rank 0. Collective."""
+    return bool(most(float((turns / "over").exists())))
 
 
 def settled(step: Any, state: Any, batch: Any) -> Any:
@@ -114,20 +135,23 @@ def limited(peaks: Mapping[str, int]) -> dict[str, int | None]:
 class Turns:
     """Steps of all cases in turns, each after one that is not timed. Collective: all ranks take the same ones."""
 
-    def __init__(self, steps: Any, states: Any, batch: Any) -> None:
-        self.steps, self.states, self.batch = steps, states, batch
-        first = max(self._turn(label, 1, 1)[0] for label in steps)
-        slowest = most(first)
+    def __init__(self, steps: Any, states: Any, batch: Any, turns: Path) -> None:
+        self.steps, self.states, self.batch, self.turns = steps, states, batch, turns
+        with alone(turns):
+            slowest = most(max(self._turn(label, 1, 1)[0] for label in steps))
         self.count = min(max(int(SPAN / slowest), 1), 4)
         self.before = int(slowest < LONG)
 
     def take(self, seconds: float) -> dict[str, list[float]]:
         """The seconds of each step of each case."""
         times: dict[str, list[float]] = {label: [] for label in self.steps}
-        order, begun = [*self.steps], time.perf_counter()
-        while most(time.perf_counter() - begun) < seconds:
-            for label in order:
-                times[label] += self._turn(label, self.count, self.before)
+        order, spent = [*self.steps], 0.0
+        while spent < seconds:
+            with alone(self.turns):
+                begun = time.perf_counter()
+                for label in order:
+                    times[label] += self._turn(label, self.count, self.before)
+                spent += most(time.perf_counter() - begun)
             order = [*order[1:], order[0]]
         return times
 
@@ -167,6 +191,7 @@ def main() -> int:
     cli.add_argument("--seconds", type=float, default=90)
     cli.add_argument("--hsdp", type=int, default=0)
     cli.add_argument("--auto", type=int, default=0)
+    cli.add_argument("--turns", type=Path, required=True, help="the folder by which jobs take turns")
     cli.add_argument("--shared", type=int, default=1)
     cli.add_argument("--calibrate", type=int, default=1)
     cli.add_argument("--out", type=Path, required=True)

@@ -17,12 +17,14 @@ from fshard.arguments import expect
 from fshard.errors import PlanError
 from fshard.schedule import refusals
 from fshard.schedule.ops import STEP_KINDS, op_kinds
-from fshard.schedule.transfers import Transfer, moves
+from fshard.schedule.transfers import KINDS, Transfer, moves
 from fshard.sharding.mesh import Mesh
 from fshard.writing import write_whole
 
 FORMAT = "fshard costs 1"
 
+GATHERS = frozenset(kind.name for kind in KINDS.values() if kind.stage in ("read", "updated"))
+"""Kinds of transfers that send the same bytes to each peer."""
 
 USUAL = (("peak", math.inf), ("together", 1))
 
@@ -202,6 +204,8 @@ class Costs:
     def among(self, mesh: Mesh) -> "Costs":
         """The costs where other ranks take part: each has a message for each peer, which takes its time.
 
+        A gather sends one shard to every peer, and its start copies that once, so a byte that is sent takes less of it.
+
         Args:
             mesh: the ranks. What is not known to grow with them stays.
         """
@@ -215,8 +219,9 @@ class Costs:
             kind, over, axes = key.rpartition(" over ")
             names = tuple(axes.split("+"))
             if link.peers and set(names) <= set(mesh.axis_names):
-                more = mesh.axis_size(names) - 1 - link.peers
-                links[key] = replace(link, peers=link.peers + more)
+                peers = mesh.axis_size(names) - 1
+                more, copied = peers - link.peers, link.peers / peers if kind in GATHERS and peers else 1.0
+                links[key] = replace(link, peers=peers, sending=link.sending * copied)
                 if over:
                     wait = f"wait {kind}", ""
                     seconds[wait] = max(seconds.get(wait, 0.0) + link.each * more, 0.0)

@@ -74,6 +74,15 @@ def test_more_ranks_send_more_messages() -> None:
     assert half.host == 2.0
 
 
+@pytest.mark.parametrize("kind", ["all_gather", "regather", "update_gather", "reduce_scatter", "replica_reduce"])
+def test_a_gather_copies_a_shard_once_for_all_peers(kind: str) -> None:
+    costs = Costs(links={f"{kind} over shard": Link(1e9, sending=0.06, taking=0.06, peers=1)})
+    four = costs.among(fs.abstract_mesh((4,), ("shard",))).links[f"{kind} over shard"]
+    assert four.sending == pytest.approx(0.06 if "reduce" in kind else 0.02)
+    assert four.taking == 0.06 and four.peers == 3
+    assert costs.among(fs.abstract_mesh((1,), ("shard",))).links[f"{kind} over shard"].sending == 0.06
+
+
 def test_a_burst_goes_at_once_and_comes_back_in_pauses() -> None:
     schedule = over(2, Policy(prefetch=3, reshard=False))  # two gathers of 100 bytes together, then two reductions
     steady, shaped = Link(10.0), Link(10.0, burst=150.0, peak=100.0)

@@ -19,6 +19,7 @@ from fshard.runtime.comm import Communicator, exchange
 from fshard.runtime.comm.communicators import Communicators
 from fshard.runtime.comm.gloo import GlooCommunicator
 from fshard.runtime.comm.host import HostCommunicator
+from fshard.runtime.comm.shared_memory import INLINE
 from fshard.schedule.fit import Stream, settled
 from fshard.schedule.schedule import Schedule
 
@@ -33,6 +34,9 @@ AHEAD = 2
 
 MESSAGES = 40
 """Collectives whose median tells what a message takes."""
+
+MESSAGE = 2 * INLINE
+"""Its bytes: parts of transfers lie in shared memory, are announced, and are answered when they were read."""
 
 LARGEST = 4 << 20
 """Most bytes that a rank sends to each other in one of them."""
@@ -162,7 +166,7 @@ def _timed_series(
 def _message(comm: Communicator, control: Communicator, device: torch.device) -> float:
     """The seconds of this thread for one peer more, in collectives that send each a message of its own. Collective."""
     seconds = []
-    for size in (0, 1):
+    for size in (0, MESSAGE):
         full, sizes = torch.zeros(comm.size * size, dtype=torch.uint8, device=device), [size] * comm.size
         out = torch.empty_like(full)
         tries = []
