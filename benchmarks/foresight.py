@@ -163,14 +163,11 @@ def together(setting: Setting, options: Mapping[str, Any]) -> Any:
 
 
 def near(calibrations: Sequence[Any], span: Sequence[float], schedule: Schedule) -> Costs:
-    """Of the calibrations in the minute of a case, or of all if these are few, that of the lower quartile.
-
-    They go by the fastest tenth of their steps in three seconds each, and cases by that of a minute.
-    """
+    """The median of the calibrations in the minute of a case, or of all if these are few."""
     begun, over = span
     found = [made["costs"] for made in calibrations if begun <= made["at"] <= over]
     costs = [read(each) for each in (found if len(found) >= FEWEST else [made["costs"] for made in calibrations])]
-    return sorted(costs, key=lambda each: simulate(schedule, each).seconds)[len(costs) // 4]
+    return sorted(costs, key=lambda each: simulate(schedule, each).seconds)[len(costs) // 2]
 
 
 def read(values: Any) -> Costs:

@@ -23,8 +23,8 @@ import fshard as fs
 REST = 0.05
 """Seconds between two turns of a job, in which another one may begin."""
 
-SPAN = 0.2
-"""Seconds that a turn takes, if a step is not longer."""
+SPAN = 0.25
+"""Seconds that a turn takes, if a step is not longer: as long as the stretches of which the fastest count."""
 
 AUTO = 240
 """Steps of ``schedule="auto"`` at most, before it has chosen."""
@@ -142,7 +142,7 @@ class Turns:
         self.steps, self.states, self.batch, self.turns = steps, states, batch, turns
         with alone(turns):
             slowest = most(max(self._turn(label, 1, 1)[0] for label in steps))
-        self.count = min(max(int(SPAN / slowest), 1), 4)
+        self.count = max(int(SPAN / slowest), 1)
         self.before = int(slowest < LONG)
 
     def take(self, seconds: float) -> dict[str, list[float]]:

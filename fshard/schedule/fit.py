@@ -8,7 +8,7 @@ of transfers tells its steady rate, and how many bytes go before that at once.
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from statistics import fmean
+from statistics import fmean, median
 from types import MappingProxyType
 
 from fshard.errors import PlanError
@@ -19,7 +19,10 @@ from fshard.schedule.schedule import Schedule
 from fshard.schedule.transfers import Transfer, awaited, started
 
 CALM, LEAST = 10, 3
-"""Of so many steps the fastest one counts as undisturbed, and of all steps so many at least."""
+"""Of so many stretches of steps the fastest one counts as undisturbed, and of all of them so many at least."""
+
+STRETCH = 0.25
+"""Seconds of a stretch, where there are steps enough for ten of them."""
 
 TURNS = 3
 """Steps until bursts are as in all later ones."""
@@ -43,10 +46,11 @@ Row = Sequence[OpTime]
 
 
 def calm(totals: Sequence[Sequence[float]]) -> list[int]:
-    """The numbers of the steps that nothing disturbed: the fastest tenth, by the slowest rank.
+    """The numbers of the steps that nothing disturbed: the fastest tenth of stretches, by the slowest rank.
 
     Processors of shared machines are taken away, for milliseconds or for seconds: that makes steps slower and never
-    faster. The fastest one would not do: the more are measured, the faster it is.
+    faster. The fastest stretch would not do: the more are measured, the faster it is. Nor would single short steps:
+    they find pauses of others that are too short for a long one.
 
     Args:
         totals: the seconds of each step, on each rank.
@@ -55,8 +59,11 @@ def calm(totals: Sequence[Sequence[float]]) -> list[int]:
     [1, 3, 4]
     """
     slowest = [max(column) for column in zip(*totals, strict=True)]
-    count = max(len(slowest) // CALM, min(LEAST, len(slowest)))
-    return sorted(sorted(range(len(slowest)), key=slowest.__getitem__)[:count])
+    size = max(min(math.ceil(STRETCH / max(median(slowest), 1e-9)), len(slowest) // CALM), 1)
+    stretches = [range(begin, begin + size) for begin in range(0, len(slowest) - size + 1, size)]
+    count = max(len(stretches) // CALM, min(LEAST, len(stretches)))
+    fastest = sorted(stretches, key=lambda steps: sum([slowest[number] for number in steps]))[:count]
+    return sorted([number for steps in fastest for number in steps])
 
 
 def mean(rows: Sequence[Row]) -> list[OpTime]:

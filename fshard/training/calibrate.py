@@ -18,7 +18,7 @@ WARM = 2
 """Steps before those that are measured: the first allocates, compares unit graphs, and opens connections."""
 
 
-SPAN, MOST = 3.0, 100
+SPAN, MOST = 3.0, 300
 """Seconds of measured steps, if steps are so short that ``rounds`` take less, and the most steps for that."""
 
 

@@ -175,7 +175,7 @@ class TrainStep(OneFunction):
 
         Args:
             batch: this rank's batch.
-            rounds: steps that are measured at least; short ones until they have taken three seconds, or 100 of them.
+            rounds: steps that are measured at least; short ones until they have taken three seconds, or 300 of them.
                 The fastest tenth counts, which nothing disturbed.
 
         Returns:

@@ -249,7 +249,7 @@ def test_the_overlap_of_sums_over_replicas(bench: Any) -> None:
 
 def test_foresight_judges_choices_by_what_fits_and_keeps_what_was_measured(bench: Any, tmp_path: Path) -> None:
     def case(predicted: float, measured: float, peak: int = 1, limit: int | None = None) -> dict[str, Any]:
-        return {"predicted": predicted, "measured": measured, "peak": peak, "limit": limit}
+        return {"predicted": predicted, "measured": measured, "halves": 0.1, "peak": peak, "limit": limit}
 
     cases = {"gpt|1|a": case(0.9, 1.0, 9), "gpt|1|b": case(2.2, 2.0), "gpt|1|auto": case(5.0, 1.02, 9)}
     cases["gpt|1|auto within a limit"] = case(5.0, 2.1, 1, 5)
