@@ -13,7 +13,8 @@ from fshard.arguments import size_text
 from fshard.errors import PlanError, lines
 from fshard.foresight.packing import packing_seconds
 from fshard.optim.contract import contract
-from fshard.runtime.memory.optimizer_layout import beside_bytes, visiting_bytes
+from fshard.runtime.execution.update_memory import state_needs
+from fshard.runtime.memory.optimizer_layout import beside_bytes, shard_bytes
 from fshard.schedule.auto import Candidate, tried
 from fshard.schedule.build import build
 from fshard.schedule.candidates import Task, candidates
@@ -27,7 +28,6 @@ from fshard.schedule.schedule import Schedule
 from fshard.schedule.simulate import Simulation, simulate
 from fshard.schedule.trace import Trace
 from fshard.schedule.transfers import HOST, moves
-from fshard.sharding.layout import Group
 from fshard.sharding.mesh import Axes, abstract_mesh
 from fshard.sharding.plan import Plan
 from fshard.training.step import TrainStep
@@ -304,12 +304,12 @@ def task_of(step: TrainStep, found: Trace, plan: Plan) -> Task:
 
 def on_plan(task: Task, plan: Plan, step: TrainStep) -> Task:
     """The task on the groups of another plan of the same leaves, with the optimizer of a step."""
-    visiting = visiting_bytes(plan, contract(step.opt))
+    state = state_needs(plan, contract(step.opt), step.options.clip.number, step.options.donate)
     beside = tuple(task.groups[len(plan.groups) :])  # these travel between steps
     axes = fast_axes(plan)
-    second = {axes: (*group_infos(plan, visiting, axes), *beside)} if axes else {}
+    second = {axes: (*group_infos(plan, state, axes), *beside)} if axes else {}
     full = all(group.reduce_dtype == group.dtype for group in plan.groups)
-    return replace(task, groups=(*group_infos(plan, visiting), *beside), second=second, full=full)
+    return replace(task, groups=(*group_infos(plan, state), *beside), second=second, full=full)
 
 
 def state_bytes(step: TrainStep, plan: Plan) -> int:
@@ -330,12 +330,6 @@ def _state(step: TrainStep, plan: Plan) -> tuple[int, int]:
         held[group.kinds.param != "device"] += shard_bytes(group)
         held[group.kinds.opt != "device"] += beside_bytes(group, plan.mesh, rule)
     return held[0], held[1]
-
-
-def shard_bytes(group: Group) -> int:
-    """Bytes of a group's shard."""
-    numel, dtype = group.kept
-    return numel * dtype.itemsize
 
 
 def group_rows(step: TrainStep, plan: Plan, schedule: Schedule) -> list[GroupRow]:
@@ -369,7 +363,7 @@ def scaling(task: Task, plan: Plan, hardware: Hardware, policy: Policy) -> Itera
     for size in sizes[-8:]:
         mesh = abstract_mesh((size, *rest), plan.mesh.axis_names)
         smaller = plan.source.plan(mesh, plan.batch, plan.precision)
-        groups = group_infos(smaller, None, policy.secondary)
+        groups = group_infos(smaller, secondary=policy.secondary)
         schedule = build(task.program, groups, policy, task.accumulate)
         costs = hardware.of(task, smaller).only({op.kind for op in schedule})
         yield mesh.size, simulate(schedule, costs).seconds

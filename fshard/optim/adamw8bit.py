@@ -20,6 +20,10 @@ DECADES = 7
 ZERO = 127
 """The code of zero, of those with a sign."""
 
+PIECES = {"cpu": 1 << 16, "other": 1 << 22}
+"""Elements that are updated at once, which bounds what an update takes for itself: few enough for the caches of a
+processor, and enough that other devices are busy for longer than it takes to tell them."""
+
 
 @dataclass(frozen=True)
 class adamw8bit(Decaying, Unfused):  # noqa: N801 - reads as the function it is in a train script
@@ -73,19 +77,28 @@ class adamw8bit(Decaying, Unfused):  # noqa: N801 - reads as the function it is 
         return self.block
 
     def _update(self, params: Tensors, grads: Tensors, states: States, step: int, lr: float, hyper: float) -> None:
-        (b1, b2), codes, root_codes = self.betas, *(_table(signed, params[0].device) for signed in (True, False))
+        piece = max(PIECES["cpu" if params[0].device.type == "cpu" else "other"] // self.block, 1)
         for param, grad, state in zip(params, grads, states, strict=True):
-            # Whole blocks, so that every element goes the same way through vector kernels, on whatever rank it lies.
-            wide = torch.promote_types(param.dtype, torch.float32)
-            p, g = self._blocks(param.to(wide)), self._blocks(grad.float())
-            first = _read(self._blocks(state["exp_avg_code"], ZERO), state["exp_avg_scale"], codes).lerp_(g, 1 - b1)
-            root = _read(self._blocks(state["exp_root_code"]), state["exp_root_scale"], root_codes)
-            root = root.square_().mul_(b2).add_(g.square().mul_(1 - b2)).sqrt_()
-            divisor = (root / (1 - b2**step) ** 0.5).add_(self.eps)
-            p = p.mul_(1 - lr * hyper).sub_((first / divisor).mul_(lr / (1 - b1**step)))
-            param.copy_(p.view(-1)[: len(param)])
-            _write(first, state["exp_avg_code"], state["exp_avg_scale"], codes, ZERO)
-            _write(root, state["exp_root_code"], state["exp_root_scale"], root_codes, 0)
+            for first in range(0, -(-len(param) // self.block), piece):
+                blocks = slice(first, first + piece)
+                elements = slice(first * self.block, (first + piece) * self.block)
+                part = {name: x[blocks if name.endswith("scale") else elements] for name, x in state.items()}
+                self._piece(param[elements], grad[elements], part, step, lr, hyper)
+
+    def _piece(self, param: Tensor, grad: Tensor, state: State, step: int, lr: float, decay: float) -> None:
+        """Update some blocks. Whole ones, so that every element takes one way through vector kernels on every rank."""
+        tables = _table(True, param.device), _table(False, param.device)
+        (b1, b2), wide = self.betas, torch.promote_types(param.dtype, torch.float32)
+        g = self._blocks(grad.float())
+        first = _read(self._blocks(state["exp_avg_code"], ZERO), state["exp_avg_scale"], tables[0]).lerp_(g, 1 - b1)
+        root = _read(self._blocks(state["exp_root_code"]), state["exp_root_scale"], tables[1])
+        root = root.square_().mul_(b2).add_(g.square().mul_(1 - b2)).sqrt_()
+        divisor = (root / (1 - b2**step) ** 0.5).add_(self.eps)
+        p = self._blocks(param.to(wide)).mul_(1 - lr * decay).sub_((first / divisor).mul_(lr / (1 - b1**step)))
+        param.copy_(p.view(-1)[: len(param)])
+        del p, g, divisor
+        _write(first, state["exp_avg_code"], state["exp_avg_scale"], tables[0], ZERO)
+        _write(root, state["exp_root_code"], state["exp_root_scale"], tables[1], 0)
 
     def _blocks(self, x: Tensor, filler: int = 0) -> Tensor:
         """A vector as rows of one block each, the last one filled up."""

@@ -111,7 +111,7 @@ class from_torch(Masked, Unfused):  # noqa: N801 - reads as the function it is i
         for view, state in zip(views, states, strict=True):
             for name in self.found:  # optimizers around this one may keep more
                 value, new = state[name], rule.state[view].get(name)
-                if isinstance(new, Tensor) and new.data_ptr() != value.data_ptr():
+                if isinstance(new, Tensor) and new.untyped_storage()._cdata != value.untyped_storage()._cdata:
                     value.copy_(new.reshape(-1))
                 elif isinstance(new, float):
                     value.fill_(new)

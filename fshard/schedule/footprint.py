@@ -1,5 +1,6 @@
 """The footprint of a step: all that it holds beside its state, op by op, activations included."""
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -63,19 +64,21 @@ def footprint(schedule: Schedule, needs: Sequence[Need], graphs: bool = False) -
 
     With several passes they are those of ``schedule.stages.computes``. One need alone is that of every compute op.
     A gradient that a compute op fills is part of its own need until it is over, and an item of memory after that. With
-    ``graphs`` it is an item from the begin of the op, and the need has no gradients of leaves beside it. Gradients that
-    wait beside the flat one while others are added (``fill:``) do so at the end of their op; graphs have none.
+    ``graphs`` it is an item from the begin of the op, and the need has no gradients of leaves beside it, where no other
+    call reads the group: else autograd adds up gradients of leaves there, too. Gradients that wait beside the flat one
+    while others are added (``fill:``) do so at the end of their op; what graphs write has none.
     """
     memory, done = schedule.memory, 0
     order = schedule.stages.spread(range(len(schedule.stages.computes)))
     born, filled = (_begun(memory, kind, len(schedule)) for kind in ("grad:", "fill:"))
+    direct = _direct(schedule) if graphs else frozenset()
     best, after = (-1, 0, 0, 0), 0
     for at, op in enumerate(schedule):
         held, beside = after, memory.beside[at]
         if op.kind in COMPUTE_KINDS:
             need = needs[order[done] % len(needs)]
             held, after, done = need.peak, need.after, done + 1
-            if graphs and op.target != ROOT:
+            if (op.microbatch, op.target) in direct:
                 held = max(held, need.bare + born[at])
             else:
                 held = max(held, after + filled[at])
@@ -84,6 +87,17 @@ def footprint(schedule: Schedule, needs: Sequence[Need], graphs: bool = False) -
     total, at, beside, held = best
     where = str(schedule[-at]) if len(schedule) else "none"
     return Footprint(memory.arena_bytes + max(total, 0), -at, where, memory.arena_bytes, beside, held)
+
+
+def _direct(schedule: Schedule) -> frozenset[tuple[int, str]]:
+    """The units, with their microbatch, whose gradients graphs write where they are flat: no other call reads them."""
+    found = set[tuple[int, str]]()
+    for number, each in enumerate(schedule.stages.microbatches):
+        program = each.program
+        readers = Counter(group for call in program.backward for group in program.reads[call.unit])
+        readers.update(2 * program.reads[ROOT])
+        found.update((number, unit) for unit, ids in program.reads.items() if all(readers[group] == 1 for group in ids))
+    return frozenset(found)
 
 
 def _begun(memory: Memory, kind: str, ops: int) -> list[int]:

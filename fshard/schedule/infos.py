@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 
 from fshard.schedule import refusals
 from fshard.schedule.ops import GroupInfo
@@ -13,12 +14,28 @@ from fshard.sharding.plan import Plan
 from fshard.sharding.wire import WireFormat
 
 
-def group_infos(plan: Plan, state: Mapping[int, int] | None = None, secondary: Axes = ()) -> tuple[GroupInfo, ...]:
+@dataclass(frozen=True)
+class StateNeeds:
+    """What a step takes on the device for what it updates, beside one state: bytes by group id.
+
+    Attributes:
+        updates: what the update takes for its duration.
+        copies: a copy of what the state has of a group, where a step does not reuse its memory.
+    """
+
+    updates: Mapping[int, int] = field(default_factory=dict)
+    copies: Mapping[int, int] = field(default_factory=dict)
+
+
+NOTHING = StateNeeds()
+
+
+def group_infos(plan: Plan, state: StateNeeds = NOTHING, secondary: Axes = ()) -> tuple[GroupInfo, ...]:
     """The sizes and needs of a plan's groups, by group id.
 
     Args:
         plan: the plan.
-        state: bytes of optimizer state of groups that keep it on the other side than they update it.
+        state: what the optimizer's updates take, and copies of the state.
         secondary: the axes over which groups stay sharded between their uses.
 
     Raises:
@@ -28,7 +45,7 @@ def group_infos(plan: Plan, state: Mapping[int, int] | None = None, secondary: A
     if unknown:
         names = ", ".join(plan.mesh.axis_names)
         raise refusals.bad_policy([f"fs.secondary names {unknown[0]!r}, and the axes of the mesh are {names}"])
-    infos = (_info(plan, group, (state or {}).get(group.id, 0)) for group in plan.groups)
+    infos = (_info(plan, group, state) for group in plan.groups)
     return tuple(_with_second(plan, group, info, secondary) for group, info in zip(plan.groups, infos, strict=True))
 
 
@@ -144,12 +161,12 @@ def _summed(group: Group, replicas: int) -> tuple[int, int]:
     return sent, needed
 
 
-def _info(plan: Plan, group: Group, state: int) -> GroupInfo:
+def _info(plan: Plan, group: Group, state: StateNeeds) -> GroupInfo:
     item, read, wire = group.dtype.itemsize, group.compute_dtype.itemsize, group.reduce_dtype.itemsize
     kept = None if group.kinds.hosted else group.resident_cast
     cast = kept[0] * kept[1].itemsize if kept else 0
     scattered = group.scatter_chunk if group.trainable else group.chunk
-    own, moved = group.owned.chunk * item, group.kinds.moved
+    own = group.owned.chunk * item
     info = GroupInfo(
         name=group.name,
         full_bytes=group.numel * read * (2 if group.staged else 1),
@@ -157,10 +174,10 @@ def _info(plan: Plan, group: Group, state: int) -> GroupInfo:
         grad_bytes=group.numel * wire if group.trainable else 0,
         trainable=group.trainable,
         own_bytes=own if group.trainable and group.second_scatter else 0,
-        # What is kept in host memory comes to the device for its update.
-        update_bytes=moved[0] * own + moved[1] * state if group.trainable and not group.offloaded else 0,
+        update_bytes=state.updates.get(group.id, 0),
         left_bytes=left_numel(group) * group.residual_dtype.itemsize,
         cast_bytes=cast,
+        copy_bytes=state.copies.get(group.id, 0),
     )
     return dataclasses.replace(info, transfers=_path(plan, group, info))
 

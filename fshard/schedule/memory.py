@@ -18,6 +18,8 @@ on the device, for that op. ``left:g`` is what rounding leaves out of a sum over
 the sum does. A gradient for which no update waits ends with the last code between passes that reads it, or with the
 step where none does.
 
+``copy:g`` is what a step that does not donate its state copies of it: before an update in the backward, or at the end.
+
 Two kinds are kept from one step to the next, and so live through all of each: ``cast:g``, the copy of a parameter shard
 in the dtype that is gathered or read, and the gradient of a group without transfers, which is a ``shard:g`` too.
 
@@ -25,6 +27,7 @@ in the dtype that is gathered or read, and the gradient of a group without trans
 those of the step that holds most of them. ``update:g`` of such a group is what its arrival needs.
 """
 
+import functools
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -166,10 +169,10 @@ class _Lives:
 
     def _fill(self, at: int, group: GroupInfo) -> Ended:
         """A backward makes gradients of leaves, which wait if they are the first, and otherwise are added."""
-        self.born.setdefault(f"grad:{group.name}", at)
         op = self.ops[at]
         if at < self.last[op.microbatch, op.target]:
             return  # autograd adds up what the calls of a unit make, and hands it over after the last
+        self.born.setdefault(f"grad:{group.name}", at)
         self.fillings[group.name] += 1
         if self.fillings[group.name] == 2:
             yield f"fill:{group.name}", 2 * _leaves(group), (at, at)
@@ -269,10 +272,18 @@ class _Lives:
         """What has its memory from the first step on."""
         end = len(self.ops) - 1
         for number, group in enumerate(self.groups):
+            if group.copy_bytes:
+                yield f"copy:{group.name}", group.copy_bytes, (0 if self._early else end, end)
             kept = ["cast"] if group.cast_bytes else []
             if group.trainable and number in self.stages.fillings and not self.paths[group.name]:
                 kept.append("shard")
             yield from ((f"{item}:{group.name}", group.size(item), (0, end)) for item in kept)
+
+    @functools.cached_property
+    def _early(self) -> bool:
+        """Whether updates are those of this step: then copies of the state are made before it, and else after it."""
+        kinds = [op.kind for op in self.ops]
+        return "backward" in kinds and "update" in kinds[kinds.index("backward") :]
 
     def _between(self) -> Ended:
         """Transfers between steps, in the step that holds most of them."""

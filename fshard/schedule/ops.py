@@ -159,10 +159,12 @@ class GroupInfo:
         transfers: its path, in the order of ``transfers.KINDS``. Compute reads a group that is not all-gathered where
             it lies; the gradient of one that is not reduce-scattered needs no communication.
         own_bytes: this rank's part of the summed gradient, where that is less than its shard of the gradient; else 0.
-        update_bytes: further device memory that its update needs, for what comes out of host memory.
+        update_bytes: further device memory that its update needs: for what comes out of host memory, and for what the
+            optimizer makes for itself.
         second_bytes: this rank's secondary shard of the gathered parameters; 0 if it keeps none.
         left_bytes: what rounding leaves out of its sum over replicas, which waits for the update; 0 if that is lost.
         cast_bytes: the copy of this rank's shard in the dtype or format that is gathered or read; 0 if it has none.
+        copy_bytes: a copy of its shard and optimizer state; 0 in a step that reuses the memory of the state.
 
     Raises:
         PlanError: a size is negative, the name is empty, or the path is out of order.
@@ -182,11 +184,12 @@ class GroupInfo:
     second_bytes: int = 0
     left_bytes: int = 0
     cast_bytes: int = 0
+    copy_bytes: int = 0
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "transfers", tuple(self.transfers))
         sizes = (self.full_bytes, self.shard_bytes, self.grad_bytes, self.own_bytes, self.update_bytes)
-        if not self.name or min(*sizes, self.second_bytes, self.left_bytes, self.cast_bytes) < 0:
+        if not self.name or min(*sizes, self.second_bytes, self.left_bytes, self.cast_bytes, self.copy_bytes) < 0:
             raise refusals.bad_program([f"group {self.name!r}: {sizes} bytes; a name and sizes >= 0 are needed"])
         order = [transfer.kind for transfer in self.transfers]
         if order != [kind for kind in KINDS if kind in order]:
@@ -222,6 +225,7 @@ class GroupInfo:
             "own": self.own_bytes,
             "left": self.left_bytes,
             "cast": self.cast_bytes,
+            "copy": self.copy_bytes,
         }[item]
 
 

@@ -43,7 +43,8 @@ ITEMS = {
     "left": "what rounding has left out",
     "second": "secondary shards",
     "cast": "casts of parameter shards",
-    "update": "what comes from host memory for its update",
+    "copy": "copies of the state",
+    "update": "what its update makes, and has from host memory",
 }
 """What memory holds of a group, in words. What a transfer needs while it is under way is an item of the kind's name."""
 

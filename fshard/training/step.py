@@ -25,7 +25,7 @@ from fshard.runtime.execution import (
     gradients_of,
 )
 from fshard.runtime.execution.timed import Timed
-from fshard.runtime.memory.optimizer_layout import visiting_bytes
+from fshard.runtime.execution.update_memory import state_needs
 from fshard.runtime.steps import (
     Decisions,
     Options,
@@ -319,5 +319,5 @@ class TrainStep(OneFunction):
 
 def programs_of(plan: Plan, options: Options, opt: Contract) -> Programs:
     """The programs of a train step."""
-    visiting = visiting_bytes(plan, opt)
-    return make_programs(plan, options.running, accumulate=options.accumulate, visiting=visiting)
+    state = state_needs(plan, opt, options.clip.number, options.donate)
+    return make_programs(plan, options.running, accumulate=options.accumulate, state=state)

@@ -97,6 +97,15 @@ def test_gradients_that_are_added_wait_beside_the_flat_one_at_the_end_of_a_backw
     assert footprint(schedule, high).peak_bytes == flat + 20_000
 
 
+def test_the_flat_gradient_of_a_unit_that_is_called_twice_comes_with_its_last_backward() -> None:
+    twice = program(("a", "a"), {"a": (0,)})
+    schedule = build(twice, [group("a", 1024, 512, 1024, staging=512)], Policy())
+    needs = [Need(0, 0, 0), Need(10, 10, 0), Need(20, 20, 0), Need(9_000, 3_000, 0), Need(8_500, 50, 0), Need(0, 0, 0)]
+    found = footprint(schedule, needs)
+    assert (found.where, found.peak_bytes) == ("backward a #1", 1024 + 9_000)
+    assert footprint(schedule, needs, graphs=True) == found  # autograd adds up what the graphs of the calls return
+
+
 @pytest.mark.parametrize("policy", [fs.Policy(), fs.Policy(0, 1), fs.Policy(reshard=False), fs.Policy(2, 3)], ids=str)
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_microbatches_need_their_part(policy: fs.Policy, accumulate: int) -> None:

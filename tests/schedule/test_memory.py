@@ -39,11 +39,11 @@ def alive_at(schedule: Schedule) -> list[dict[str, int]]:
         group = next((g for g in schedule.groups if g.name == op.target), None)
         if op.kind == "backward" and schedule.train:
             for g in (schedule.groups[i] for i in schedule.program.reads[op.target]):
-                if g.trainable and g.reduced:
+                over = at == last[op.microbatch, op.target]  # autograd adds up what calls of a unit make
+                if g.trainable and g.reduced and over:
                     now[f"grad:{g.name}"] = g.grad_bytes
-                    over = at == last[op.microbatch, op.target]  # autograd adds up what calls of a unit make
-                    fillings[g.name] += over
-                    if over and fillings[g.name] == 2:  # those that waited, and those that are added
+                    fillings[g.name] += 1
+                    if fillings[g.name] == 2:  # those that waited, and those that are added
                         now[f"fill:{g.name}"] = 2 * min(g.grad_bytes, g.full_bytes or g.grad_bytes)
                         done.append(f"fill:{g.name}")
         elif op.kind == "all_gather" and group:
@@ -134,10 +134,10 @@ def test_a_few_slots_carry_a_chain_of_any_length() -> None:
     assert build(made, resident, Policy(reshard=False)).memory.arena_bytes == 50 * 2**20
 
 
-def test_gradients_live_from_their_first_backward_to_the_collect() -> None:
+def test_gradients_live_from_the_last_backward_of_their_unit_to_the_collect() -> None:
     schedule = build(*CASES["twice"](), Policy(prefetch=0), accumulate=1)
     at = {str(op): i for i, op in enumerate(schedule)}
-    assert schedule.memory.lifetimes["grad:a"] == ((at["backward a #1"], at["wait reduce_scatter a"]),)
+    assert schedule.memory.lifetimes["grad:a"] == ((at["backward a"], at["wait reduce_scatter a"]),)
     assert schedule.memory.lifetimes["reduce_scatter:a"] == ((at["reduce_scatter a"], at["wait reduce_scatter a"]),)
     assert len(schedule.memory.lifetimes["param:a"]) == 3  # call 0, call 1 with its backward, backward of call 0
 

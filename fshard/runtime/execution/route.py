@@ -62,13 +62,19 @@ def make_route(schedule: Schedule, actions: Actions) -> Route:
 
 
 def _updates(schedule: Schedule) -> dict[int, tuple[int, list[int]]]:
-    """Runs of updates: by the first one, the op after the last one, and the ids of their groups."""
+    """Runs of updates: by the first one, the op after the last one, and the ids of their groups.
+
+    An update that takes memory runs alone, so that what several take is never there together.
+    """
     ids = {group.name: number for number, group in enumerate(schedule.groups)}
+    alone = {group.name for group in schedule.groups if group.update_bytes}
     found: dict[int, tuple[int, list[int]]] = {}
     first = 0
     for at, op in enumerate(schedule.ops):
         if op.kind != "update":
             first = at + 1
-        else:
-            found[first] = at + 1, [ids[each.target] for each in schedule.ops[first : at + 1]]
+            continue
+        if not alone.isdisjoint(each.target for each in schedule.ops[max(first, at - 1) : at + 1]):
+            first = at
+        found[first] = at + 1, [ids[each.target] for each in schedule.ops[first : at + 1]]
     return found

@@ -111,9 +111,18 @@ def is_pure(node: fx.Node) -> bool:
     """Whether a node may be dropped if its result is not read."""
     if node.op == "get_attr" or not isinstance(node.target, torch._ops.OpOverload):
         return True
-    random = torch.Tag.nondeterministic_seeded in node.target.tags
     # Batch normalization writes its running statistics without declaring it.
-    return not (node.target._schema.is_mutable or random or "batch_norm" in str(node.target))
+    return not (node.target._schema.is_mutable or draws(node) or "batch_norm" in str(node.target))
+
+
+def draws(node: fx.Node) -> bool:
+    """Whether a node draws random numbers. Attention may, and does not without dropout."""
+    op = node.target
+    if not isinstance(op, torch._ops.OpOverload) or torch.Tag.nondeterministic_seeded not in op.tags:
+        return False
+    given = zip((argument.name for argument in op._schema.arguments), node.args, strict=False)
+    known = {argument.name: argument.default_value for argument in op._schema.arguments} | dict(given) | node.kwargs
+    return known.get("dropout_p") != 0
 
 
 def _check_ops(joint: Joint) -> None:
@@ -124,7 +133,7 @@ def _check_ops(joint: Joint) -> None:
             continue
         if "c10d" in node.target.namespace:
             raise Untraceable("it makes collectives of its own, which no graph can hold")
-        if node not in joint.forward and torch.Tag.nondeterministic_seeded in node.target.tags:
+        if node not in joint.forward and draws(node):
             raise Untraceable("its backward draws random numbers: checkpointing inside of it draws them again")
         if given & _storages(_written(node)):
             raise Untraceable("it writes in place to what it was given")

@@ -112,10 +112,10 @@ def most_bytes(group: Group, mesh: Mesh, opt: Contract) -> int:
     return max(sum(layout.length * layout.dtype.itemsize for layout in one.values()) for one in every)
 
 
-def visiting_bytes(plan: Plan, opt: Contract) -> dict[int, int]:
-    """Bytes of optimizer state that visit the side on which they are updated, by group id."""
-    moved = [group for group in plan.groups if group.update_staged and group.kinds.moved[1]]
-    return {group.id: most_bytes(group.owned, plan.mesh, opt) for group in moved}
+def shard_bytes(group: Group) -> int:
+    """Bytes of a group's shard of the parameters."""
+    numel, dtype = group.kept
+    return numel * dtype.itemsize
 
 
 def beside_bytes(group: Group, mesh: Mesh, opt: Contract) -> int:

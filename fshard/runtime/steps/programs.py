@@ -31,7 +31,7 @@ from fshard.schedule.build import build
 from fshard.schedule.candidates import Task
 from fshard.schedule.check import check
 from fshard.schedule.footprint import Need
-from fshard.schedule.infos import between, communicators, fast_axes, group_infos, stage_numel
+from fshard.schedule.infos import NOTHING, StateNeeds, between, communicators, fast_axes, group_infos, stage_numel
 from fshard.schedule.ops import ROOT, GroupInfo, Op
 from fshard.schedule.policy import Policy
 from fshard.schedule.trace import Trace
@@ -323,7 +323,7 @@ def make_programs(
     *,
     accumulate: int = 1,
     train: bool = True,
-    visiting: Mapping[int, int] | None = None,
+    state: StateNeeds = NOTHING,
 ) -> Programs:
     """The programs of a step, of which there are none yet.
 
@@ -332,12 +332,12 @@ def make_programs(
         running: how they run.
         accumulate: microbatches of a step.
         train: whether there is a backward.
-        visiting: bytes of optimizer state that visit the side on which they are updated, by group id.
+        state: what updates take, and copies of the state.
     """
-    auto, visiting = isinstance(running.policy, Auto), visiting or {}
+    auto = isinstance(running.policy, Auto)
     secondary = running.policy.secondary if isinstance(running.policy, Policy) else fast_axes(plan) if train else ()
-    infos, comms = group_infos(plan, visiting, () if auto else secondary), Communicators(plan, secondary)
-    second = {secondary: group_infos(plan, visiting, secondary)} if auto and secondary else {}
+    infos, comms = group_infos(plan, state, () if auto else secondary), Communicators(plan, secondary)
+    second = {secondary: group_infos(plan, state, secondary)} if auto and secondary else {}
     memory, cache = StepMemory(plan, infos, train, running.debug), make_cache(running.compile)
     made = Programs(plan, running.policy, accumulate, train, comms, infos, second, memory, running.remat, cache)
     return replace(made, executor=executor_of(plan.mesh))
