@@ -17,7 +17,8 @@ class Need:
 
     ``peak`` includes activations that were there before, and gradients of leaves. ``flops`` are those of matrix
     products and their like; ``moved`` are the bytes that all other operators read and write: that is their time.
-    ``bare`` is the peak without gradients of leaves that end with the op: a graph writes those to the flat gradient.
+    ``bare`` is the peak with unit graphs: without gradients of leaves that end with the op, which a graph writes to the
+    flat gradient, and where what a unit's Python makes for itself ends with its last use, and not with its names.
     """
 
     peak: int
@@ -78,7 +79,9 @@ def footprint(schedule: Schedule, needs: Sequence[Need], graphs: bool = False) -
         if op.kind in COMPUTE_KINDS:
             need = needs[order[done] % len(needs)]
             held, after, done = need.peak, need.after, done + 1
-            if (op.microbatch, op.target) in direct:
+            if graphs and op.kind == "forward" and op.target != ROOT:
+                held = need.bare
+            elif (op.microbatch, op.target) in direct:
                 held = max(held, need.bare + born[at])
             else:
                 held = max(held, after + filled[at])

@@ -46,6 +46,22 @@ def attention(p: Any, b: Any) -> Tensor:
     return b.square().mean()
 
 
+@fs.unit
+def naming(p: Any, x: Tensor) -> Tensor:
+    """Python keeps what has a name until the call is over; a graph keeps it until its last use."""
+    first = torch.tanh(F.linear(x, p["w"]))
+    second = first * 2
+    third = second + 1
+    return third - 1
+
+
+def named(p: Any, b: Any) -> Tensor:
+    """A stack of units that name what they make."""
+    for number in range(LAYERS):
+        b = naming(p[str(number)], b)
+    return b.mean()
+
+
 OPTIMIZERS: dict[str, fs.optim.Optimizer] = {
     "sgd": optim.sgd(1e-3, momentum=0.9),
     "adamw": optim.adamw(1e-3),
@@ -114,6 +130,20 @@ def test_attention_without_dropout_is_computed_again_by_graphs_too() -> None:
     """Its kernel takes memory for itself, so what was said is not the measure here."""
     eager, graphs = (measured(OPTIMIZERS["sgd"], fn=attention, remat="all", compile=how)[0] for how in (None, "fx"))
     assert graphs <= 1.01 * eager, (graphs, eager)
+
+
+@pytest.mark.parametrize("compile", [None, "fx"])
+def test_an_evaluation_holds_what_was_said(compile: str | None) -> None:
+    params = {str(number): {"w": torch.eye(WIDTH)} for number in range(LAYERS)}
+    plan = fs.make_plan(params, fs.make_mesh((1,), ("shard",)), [(".*", fs.fsdp("shard"))], units=("*",))
+    step, batch = fs.make_eval_step(named, plan, compile=compile), torch.ones(1024, WIDTH)
+    state = fs.init_state(plan, OPTIMIZERS["sgd"], params=params)
+    for _ in range(3):
+        step(state, batch)
+    with Peak() as peak:
+        step(state, batch)
+    found = peak.above, step.trace(batch).footprint.peak_bytes
+    assert agrees(found), found
 
 
 def test_every_optimizer_is_tried() -> None:

@@ -72,6 +72,28 @@ def test_needs_of_a_stack_of_layers() -> None:
     assert last.after <= 8 and last.flops == 0  # the loss
 
 
+@fs.unit
+def naming(p: Any, x: Tensor) -> Tensor:
+    """Python keeps what has a name until the call is over; a graph keeps it until its last use."""
+    first = F.linear(x, p["w"])
+    second = torch.tanh(first)
+    third = second * 2
+    return third + 1
+
+
+def test_what_names_keep_ends_with_its_last_use_in_graphs() -> None:
+    _, step = make(fs.abstract_mesh((2,), ("shard",)), fs.Policy())
+    fn = functools.partial(loss, unit=naming)
+    found = trace(fn, step.plan, torch.ones(ROWS, WIDTH), False)
+    assert found is not None
+    first, second = found.needs[1], found.needs[2]
+    assert (first.peak, first.bare, first.after) == (4 * X, 2 * X, X)
+    assert (second.peak, second.bare) == (5 * X, 3 * X)  # the loss holds the result of the first
+    schedule = build(found.program, step._runner.programs.infos, Policy(), 1, False)
+    eager, graphs = (footprint(schedule, found.needs, graphs).activation_bytes for graphs in (False, True))
+    assert (eager, graphs) == (5 * X, 3 * X)
+
+
 def test_the_peak_is_where_items_and_activations_are_most_together() -> None:
     alone = group("a", 1024, 512, 1024, staging=512)
     schedule = build(program(("a",), {"a": (0,)}), [alone], Policy())

@@ -1,7 +1,7 @@
 """What a program's compute ops need, read off its run on fake tensors: memory of activations, and arithmetic."""
 
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -25,18 +25,23 @@ class Activations(TorchDispatchMode):
 
     Args:
         known: tensors that are there before.
+        inside: whether a unit's function is running.
 
     Attributes:
         paused: whether what is made now does not count.
         again: floating-point operations of what the backward has computed again.
     """
 
-    def __init__(self, known: list[Tensor]) -> None:
+    def __init__(self, known: list[Tensor], inside: Callable[[], bool] = lambda: False) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.held: dict[int, tuple[Any, int]] = {}  # storages that are alive, and their numbers as they were made
         self.changes: list[tuple[int, int]] = []  # since the turn before: the number of a storage, and its bytes
         self.first = self.made = 0
         self.graded: set[int] = set()
+        self.inside = inside
+        self.own: set[int] = set()  # the numbers of storages that a unit's function has made since the turn
+        self.local: set[int] = set()  # the numbers of storages that were let go of inside, too
+        self.used: dict[int, int] = {}  # by number, the changes before the end of the last operator that took it
         self.live = self.peak = self.flops = self.moved = 0
         self.needs: list[Need] = []
         self.known: list[Any] = []
@@ -74,7 +79,9 @@ class Activations(TorchDispatchMode):
         self.peak, self.flops, self.moved = self.live, 0, 0
         self.first = self.live
         self.changes.clear()
-        self.graded.clear()
+        self.used.clear()
+        for held in (self.graded, self.own, self.local):
+            held.clear()
         return need
 
     def gradients(self, tensors: Iterable[Tensor | None]) -> None:
@@ -83,10 +90,15 @@ class Activations(TorchDispatchMode):
         self.graded.update(self.held[key][1] for key in keys if key in self.held)
 
     def _bare(self) -> int:
-        """The peak since the turn before without gradients of leaves."""
-        live = most = self.first
+        """The peak since the turn before as graphs have it: see ``Need.bare``."""
+        early: dict[int, int] = {}  # by place among the changes, what a graph lets go of there
         for number, size in self.changes:
-            live += 0 if number in self.graded else size
+            if number in self.local and size < 0:
+                early[self.used[number]] = early.get(self.used[number], 0) + size
+        live = most = self.first
+        for at, (number, size) in enumerate(self.changes):
+            live += early.get(at, 0)
+            live += 0 if number in self.graded or (number in self.local and size < 0) else size
             most = max(most, live)
         return most
 
@@ -98,6 +110,7 @@ class Activations(TorchDispatchMode):
         for x in (out,) if isinstance(out, Tensor) else tree.leaves(out):
             if isinstance(x, Tensor):
                 self._note(x)
+        self._use(args)
         count = _formula(func)
         if count is not None:
             flops = int(count(*args, **(kwargs or {}), out_val=out))
@@ -118,11 +131,26 @@ class Activations(TorchDispatchMode):
         self.made += 1
         self.held[key] = weakref.ref(storage, lambda _: self._gone(key, size)), self.made
         self.changes.append((self.made, size))
+        self.used[self.made] = len(self.changes)
+        if self.inside():
+            self.own.add(self.made)
         self.live += size
         self.peak = max(self.peak, self.live)
 
+    def _use(self, values: Any) -> None:
+        """An operator took these."""
+        for x in values:
+            if isinstance(x, Tensor):
+                held = self.held.get(x.untyped_storage()._cdata) if x.layout is torch.strided else None
+                if held is not None:
+                    self.used[held[1]] = len(self.changes)
+            elif isinstance(x, list | tuple):
+                self._use(x)
+
     def _gone(self, key: int, size: int) -> None:
         _, number = self.held.pop(key)
+        if number in self.own and self.inside():
+            self.local.add(number)
         self.changes.append((number, -size))
         self.live -= size
 

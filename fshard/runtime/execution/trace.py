@@ -228,7 +228,8 @@ def _traced_in(
             _fake_leaves(engine, plan)
         fake = faked(batch, functools.partial(_as_fake, mode))
         activations = Activations(
-            [x for x in (*tree.leaves(fake), *engine.slots.by_path.values()) if isinstance(x, Tensor)]
+            [x for x in (*tree.leaves(fake), *engine.slots.by_path.values()) if isinstance(x, Tensor)],
+            lambda: bool(engine.inside),
         )
         watching.append(activations)
         seen = Tracing(activations.turn)
