@@ -25,6 +25,10 @@ KINDS: dict[str, dict[str, Any]] = {
     "bfloat16": {"short": True},
     "bfloat16, LoRA": {"short": True, "lora": True},
     "two microbatches": {"accumulate": 2},
+    "two microbatches, full accumulation": {"accumulate": 2, "schedule": fs.Policy(accumulation="full")},
+    "8-bit AdamW": {"opt": fs.optim.adamw8bit},
+    "8-bit AdamW, in the backward": {"opt": fs.optim.adamw8bit, "schedule": fs.Policy(update="in_backward")},
+    "nothing donated": {"donate": False},
     "auto within a limit": {"auto": True},
 }
 
@@ -42,9 +46,11 @@ def made(name: str, size: Size, batch: Tensor) -> tuple[Callable[[], object], Ca
         model = fs.lora.wrap(model, [ADAPTED], rank=8, alpha=16)
     host = {"memory_kind": "unpinned_host", "update_on": "device"} if options.pop("host", False) else {}
     short = fs.Precision(torch.bfloat16, torch.bfloat16) if options.pop("short", False) else None
-    rules = [fs.Rule(".*", fs.fsdp("shard"), **host)]
+    rule = options.pop("opt", fs.optim.adamw)
+    align = {"align": 256} if rule is fs.optim.adamw8bit else {}
+    rules = [fs.Rule(".*", fs.fsdp("shard"), **host, **align)]
     plan = fs.make_plan(model, mesh, rules, batch=fs.P("shard"), precision=short)
-    opt = fs.optim.adamw(1e-3)
+    opt = rule(1e-3)
 
     def loss(params: Any, x: Tensor) -> Tensor:
         return loss_of(model.apply(params, x[:, :-1]), x)
