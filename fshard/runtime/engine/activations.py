@@ -17,6 +17,64 @@ FLASH = ("_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_fla
 """Operators that PyTorch's own table lacks; they take the arguments of those without ``_for_cpu``."""
 
 
+class _Bare:
+    """The peak since a turn as unit graphs have it: see ``Need.bare``. Storages have numbers.
+
+    Args:
+        inside: whether a unit's function is running.
+
+    Attributes:
+        graded: gradients of leaves.
+    """
+
+    def __init__(self, inside: Callable[[], bool]) -> None:
+        self.inside = inside
+        self.first = 0
+        self.changes: list[tuple[int, int]] = []  # a storage, and the bytes that come or go
+        self.graded: set[int] = set()
+        self.own: set[int] = set()  # made inside
+        self.local: set[int] = set()  # let go of inside, too
+        self.used: dict[int, int] = {}  # the changes before the end of the last operator that took a storage
+
+    def begin(self, live: int) -> None:
+        """A turn, with these bytes alive."""
+        self.first = live
+        self.changes.clear()
+        self.used.clear()
+        for held in (self.graded, self.own, self.local):
+            held.clear()
+
+    def begun(self, number: int, size: int) -> None:
+        """A storage was made."""
+        self.changes.append((number, size))
+        self.use(number)
+        if self.inside():
+            self.own.add(number)
+
+    def use(self, number: int) -> None:
+        """An operator took it."""
+        self.used[number] = len(self.changes)
+
+    def ended(self, number: int, size: int) -> None:
+        """It is gone."""
+        if number in self.own and self.inside():
+            self.local.add(number)
+        self.changes.append((number, -size))
+
+    def peak(self) -> int:
+        """The most bytes."""
+        early: dict[int, int] = {}  # by place among the changes, what a graph lets go of there
+        for number, size in self.changes:
+            if number in self.local and size < 0:
+                early[self.used[number]] = early.get(self.used[number], 0) + size
+        live = most = self.first
+        for at, (number, size) in enumerate(self.changes):
+            live += early.get(at, 0)
+            live += 0 if number in self.graded or (number in self.local and size < 0) else size
+            most = max(most, live)
+        return most
+
+
 class Activations(TorchDispatchMode):
     """Follows storages from the operator that makes them to their end, and counts floating-point operations.
 
@@ -35,13 +93,8 @@ class Activations(TorchDispatchMode):
     def __init__(self, known: list[Tensor], inside: Callable[[], bool] = lambda: False) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.held: dict[int, tuple[Any, int]] = {}  # storages that are alive, and their numbers as they were made
-        self.changes: list[tuple[int, int]] = []  # since the turn before: the number of a storage, and its bytes
-        self.first = self.made = 0
-        self.graded: set[int] = set()
-        self.inside = inside
-        self.own: set[int] = set()  # the numbers of storages that a unit's function has made since the turn
-        self.local: set[int] = set()  # the numbers of storages that were let go of inside, too
-        self.used: dict[int, int] = {}  # by number, the changes before the end of the last operator that took it
+        self.bare = _Bare(inside)
+        self.made = 0
         self.live = self.peak = self.flops = self.moved = 0
         self.needs: list[Need] = []
         self.known: list[Any] = []
@@ -75,32 +128,15 @@ class Activations(TorchDispatchMode):
 
     def take(self) -> Need:
         """What was needed since the turn before."""
-        need = Need(self.peak, self.live, self.flops, self.moved, self._bare())
+        need = Need(self.peak, self.live, self.flops, self.moved, self.bare.peak())
         self.peak, self.flops, self.moved = self.live, 0, 0
-        self.first = self.live
-        self.changes.clear()
-        self.used.clear()
-        for held in (self.graded, self.own, self.local):
-            held.clear()
+        self.bare.begin(self.live)
         return need
 
     def gradients(self, tensors: Iterable[Tensor | None]) -> None:
         """These are gradients of leaves."""
         keys = (x.untyped_storage()._cdata for x in tensors if x is not None)
-        self.graded.update(self.held[key][1] for key in keys if key in self.held)
-
-    def _bare(self) -> int:
-        """The peak since the turn before as graphs have it: see ``Need.bare``."""
-        early: dict[int, int] = {}  # by place among the changes, what a graph lets go of there
-        for number, size in self.changes:
-            if number in self.local and size < 0:
-                early[self.used[number]] = early.get(self.used[number], 0) + size
-        live = most = self.first
-        for at, (number, size) in enumerate(self.changes):
-            live += early.get(at, 0)
-            live += 0 if number in self.graded or (number in self.local and size < 0) else size
-            most = max(most, live)
-        return most
+        self.bare.graded.update(self.held[key][1] for key in keys if key in self.held)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run the operator, then note what it made."""
@@ -130,10 +166,7 @@ class Activations(TorchDispatchMode):
         size = storage.nbytes()
         self.made += 1
         self.held[key] = weakref.ref(storage, lambda _: self._gone(key, size)), self.made
-        self.changes.append((self.made, size))
-        self.used[self.made] = len(self.changes)
-        if self.inside():
-            self.own.add(self.made)
+        self.bare.begun(self.made, size)
         self.live += size
         self.peak = max(self.peak, self.live)
 
@@ -143,15 +176,13 @@ class Activations(TorchDispatchMode):
             if isinstance(x, Tensor):
                 held = self.held.get(x.untyped_storage()._cdata) if x.layout is torch.strided else None
                 if held is not None:
-                    self.used[held[1]] = len(self.changes)
+                    self.bare.use(held[1])
             elif isinstance(x, list | tuple):
                 self._use(x)
 
     def _gone(self, key: int, size: int) -> None:
         _, number = self.held.pop(key)
-        if number in self.own and self.inside():
-            self.local.add(number)
-        self.changes.append((number, -size))
+        self.bare.ended(number, size)
         self.live -= size
 
 
