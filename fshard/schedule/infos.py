@@ -167,6 +167,7 @@ def _info(plan: Plan, group: Group, state: StateNeeds) -> GroupInfo:
     cast = kept[0] * kept[1].itemsize if kept else 0
     scattered = group.scatter_chunk if group.trainable else group.chunk
     own = group.owned.chunk * item
+    copied = own if group.kinds.moved[0] else 0  # from host memory, for the update
     info = GroupInfo(
         name=group.name,
         full_bytes=group.numel * read * (2 if group.staged else 1),
@@ -174,7 +175,7 @@ def _info(plan: Plan, group: Group, state: StateNeeds) -> GroupInfo:
         grad_bytes=group.numel * wire if group.trainable else 0,
         trainable=group.trainable,
         own_bytes=own if group.trainable and group.second_scatter else 0,
-        update_bytes=state.updates.get(group.id, 0),
+        update_bytes=state.updates.get(group.id, copied if group.trainable and not group.offloaded else 0),
         left_bytes=left_numel(group) * group.residual_dtype.itemsize,
         cast_bytes=cast,
         copy_bytes=state.copies.get(group.id, 0),
