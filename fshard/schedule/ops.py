@@ -164,7 +164,8 @@ class GroupInfo:
         second_bytes: this rank's secondary shard of the gathered parameters; 0 if it keeps none.
         left_bytes: what rounding leaves out of its sum over replicas, which waits for the update; 0 if that is lost.
         cast_bytes: the copy of this rank's shard in the dtype or format that is gathered or read; 0 if it has none.
-        copy_bytes: a copy of its shard and optimizer state; 0 in a step that reuses the memory of the state.
+        copy_bytes: a copy of its shard and optimizer state; 0 in a step that reuses the memory of the state. Ranks may
+            differ in it, so it is not in the text of a schedule, nor compared.
 
     Raises:
         PlanError: a size is negative, the name is empty, or the path is out of order.
@@ -184,7 +185,7 @@ class GroupInfo:
     second_bytes: int = 0
     left_bytes: int = 0
     cast_bytes: int = 0
-    copy_bytes: int = 0
+    copy_bytes: int = field(default=0, compare=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "transfers", tuple(self.transfers))

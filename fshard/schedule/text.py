@@ -27,8 +27,8 @@ SEVERAL = "4"
 """The version of the text of a step of several passes."""
 
 SIZES = ("full", "shard", "grad")
-FURTHER = ("own", "update", "second", "left", "cast", "copy")
-"""Sizes that only some groups have; see ``GroupInfo``."""
+FURTHER = ("own", "update", "second", "left", "cast")
+"""Sizes that only some groups have; see ``GroupInfo``. Copies of states are left out: ranks may differ in them."""
 TURNS = ("every", "first", "delay")
 """The steps that have a transfer, where that is not each of them."""
 
@@ -88,8 +88,8 @@ def _header(parts: Parts) -> Iterator[str]:
     for group in groups:
         sizes = (group.full_bytes, group.shard_bytes, group.grad_bytes)
         numbers = [f"{key}={size}" for key, size in zip(SIZES, sizes, strict=True)]
-        rest = group.own_bytes, group.update_bytes, group.second_bytes, group.left_bytes
-        further = zip(FURTHER, (*rest, group.cast_bytes, group.copy_bytes), strict=True)
+        rest = group.own_bytes, group.update_bytes, group.second_bytes, group.left_bytes, group.cast_bytes
+        further = zip(FURTHER, rest, strict=True)
         line = [f"group {quoted(group.name):<{width}}", *numbers, TRAINED[group.trainable]]
         line += [f"{key}={size}" for key, size in further if size]
         yield f"{' '.join(line)} # {', '.join(map(size_text, sizes))}"

@@ -82,7 +82,7 @@ def update_needs(plan: Plan, opt: Contract, limit: Limit = lambda path: 0) -> di
             key = _alike(group, opt, limit, group.id in rounded)
             if key not in known:
                 known[key] = _most(plan, group, opt, limit, group.id in rounded)
-            if known[key] > NUMBERS:
+            if known[key]:
                 found[group.id] = known[key]
     return found
 
@@ -98,7 +98,7 @@ def _most(plan: Plan, group: Group, opt: Contract, limit: Limit, rounded: bool) 
     """What the update of one group needs, on the rank that needs most."""
     copied = _copied(plan.mesh, group, opt)
     needs = [_need(plan, mesh, group, opt, cuts, rounded) for mesh, cuts in _fullest(plan.mesh, group, opt, limit)]
-    return max([copied, *needs])
+    return max([copied, *(need for need in needs if need > NUMBERS)])
 
 
 def _copied(mesh: Mesh, group: Group, opt: Contract) -> int:
