@@ -111,10 +111,10 @@ def measure(args: argparse.Namespace) -> int:
 
 
 def before(args: argparse.Namespace) -> dict[str, Any]:
-    """The pieces that the results hold, where they are to be kept."""
+    """The pieces that the results hold, where they are to be kept. Older ones, without halves of a minute, are not."""
     path = results_path(args, "foresight")
     found: dict[str, Any] = json.loads(path.read_text())["medians"] if args.resume and path.exists() else {}
-    return found
+    return {key: piece for key, piece in found.items() if all("halves" in case for case in piece["cases"].values())}
 
 
 class Machine:
