@@ -5,9 +5,11 @@ import re
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from types import FrameType
 from typing import Any
+
+from fshard.runtime.comm.stacks import Place, stack_of
 
 OURS = ("fshard.", "torch.", "optree.", "functools", "threading", "contextlib", "concurrent.", "multiprocessing.")
 """Modules whose frames are not the user's."""
@@ -70,7 +72,7 @@ def call_site(thread: int | None = None) -> str:
     found = {one.ident: one for one in threading.enumerate()}.get(ident)
     if isinstance(found, HelperThread):
         return call_site(found.caller)
-    calls = list(_calls(sys._current_frames().get(ident)))
+    calls = list(_calls(stack_of(ident)))
     return ", in ".join(calls) or f"the thread {found.name if found else ident}"
 
 
@@ -91,12 +93,10 @@ def op_of(thread: int | None = None) -> str:
     found = next((one for one in threading.enumerate() if one.ident == ident), None)
     if isinstance(found, HelperThread):
         return op_of(found.caller)
-    frame = sys._current_frames().get(ident)
-    while frame is not None:
-        if (computing := PLACES.get(frame.f_code.co_qualname)) is not None:
+    for function in [place.function for place in stack_of(ident)]:
+        if (computing := PLACES.get(function)) is not None:
             executor: Any = getattr(found, EXECUTOR, lambda: None)()
             return str(executor.place(computing)) if hasattr(executor, "place") else ""
-        frame = frame.f_back
     return ""
 
 
@@ -111,29 +111,23 @@ def in_program(*names: str) -> bool:
 
 
 def executing(executor: object) -> None:
-    """Let errors of other threads say at which op this thread is.
-
-    Variables of a frame that runs cannot be read from another thread: that ends the process now and then.
-    """
+    """Let errors of other threads say at which op this thread is."""
     setattr(threading.current_thread(), EXECUTOR, weakref.ref(executor))
 
 
-def _calls(frame: FrameType | None) -> Iterator[str]:
+def _calls(stack: Iterable[Place]) -> Iterator[str]:
     """Each call from a line of the user into the library, innermost first."""
     inside: list[str] = []  # qualified names of adjacent frames of the library
     innermost = True
-    while frame is not None:
-        module = str(frame.f_globals.get("__name__", ""))
-        if module in WRAPPERS or frame.f_code.co_qualname == WRAPPER:
-            frame = frame.f_back
+    for module, function, file, number in stack:
+        if module in WRAPPERS or function == WRAPPER:
             continue
         if module == "fshard" or module.startswith("fshard."):
-            inside.append(frame.f_code.co_qualname)
+            inside.append(function)
         elif not module.startswith(OURS) and (inside or innermost):
-            line = f"{_short(frame.f_code.co_filename)}:{frame.f_lineno}"
+            line = f"{_short(file)}:{number}"
             yield f"{_name(inside)}, {line}" if inside else line
             inside, innermost = [], False
-        frame = frame.f_back
 
 
 def _name(inside: list[str]) -> str:

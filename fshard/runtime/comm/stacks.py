@@ -1,0 +1,128 @@
+"""The stacks of threads: which functions a thread is in.
+
+A thread reads its own frames. Those of another thread it must not touch: CPython 3.11 makes and ends frames lazily, and
+following ``f_back`` in a thread that runs on meanwhile ends the process now and then
+(https://github.com/python/cpython/issues/111363). faulthandler writes stacks down in one call that holds the
+interpreter, and makes no frames.
+"""
+
+import ast
+import faulthandler
+import os
+import re
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from types import FrameType
+from typing import NamedTuple
+
+PACKAGE = Path(__file__).parents[2]
+OURS = f"{PACKAGE}{os.sep}"
+
+THREAD = re.compile(r"(?:Current thread|Thread) 0x([0-9a-f]+)")
+"""The line that begins a thread's stack."""
+
+FRAME = re.compile(r'  File "(.*)", line (\d+) in (.*)')
+"""The line of a frame."""
+
+
+class Place(NamedTuple):
+    """A function that a thread is in, and where: its module, empty if unknown; qualified name; file and line."""
+
+    module: str
+    function: str
+    file: str
+    line: int
+
+
+def stack_of(thread: int | None = None) -> Iterator[Place]:
+    """The functions that a thread is in, innermost first; none if it has ended.
+
+    Of another thread these are the innermost hundred at most, and functions outside of this package have the names that
+    they have in their sources: ``forward``, not ``Block.forward``.
+
+    Args:
+        thread: its identity; None for the current thread.
+
+    >>> next(iter(stack_of())).function
+    '<module>'
+    """
+    if thread is None or thread == threading.get_ident():
+        return _own(sys._getframe(1))
+    return _told(_dumped(), thread)
+
+
+def _own(frame: FrameType | None) -> Iterator[Place]:
+    while frame is not None:
+        code = frame.f_code
+        yield Place(str(frame.f_globals.get("__name__", "")), code.co_qualname, code.co_filename, frame.f_lineno)
+        frame = frame.f_back
+
+
+def _dumped() -> str:
+    """The stacks of all threads, as faulthandler writes them; empty where no file can be made."""
+    try:
+        with tempfile.TemporaryFile() as file:
+            faulthandler.dump_traceback(file)
+            file.seek(0)
+            return file.read().decode("ascii", "replace")
+    except OSError:
+        return ""
+
+
+def _told(text: str, thread: int) -> Iterator[Place]:
+    """The stack of one thread from a text of faulthandler."""
+    current = None
+    for line in text.splitlines():
+        if begun := THREAD.match(line):
+            current = int(begun[1], 16)
+        elif current == thread and (found := FRAME.match(line)):
+            file, name, number = _unescaped(found[1]), _unescaped(found[3]), int(found[2])
+            yield Place(_module(file), _qualified(file, number, name), file, number)
+
+
+def _unescaped(text: str) -> str:
+    r"""A name as it was; faulthandler writes all but ASCII as ``\xe9``, ``\u4e2d`` or ``\U0001f600``."""
+    return re.sub(r"\\(?:x(..)|u(.{4})|U(.{8}))", lambda found: chr(int(found[found.lastindex or 1], 16)), text)
+
+
+def _module(file: str) -> str:
+    """The module of a file, empty if none that is loaded comes from it."""
+    if file.startswith(OURS):
+        return ".".join(Path(file).relative_to(PACKAGE.parent).with_suffix("").parts)
+    every = list(sys.modules.items())
+    return next((name for name, module in every if getattr(module, "__dict__", {}).get("__file__") == file), "")
+
+
+def _qualified(file: str, line: int, name: str) -> str:
+    """The qualified name of a function of this package, from its source; other names stay as they are."""
+    if not file.startswith(OURS):
+        return name
+    within = [(begin, end, known) for begin, end, known in _functions(file) if begin <= line <= end]
+    if not within:
+        return name
+    known = max(within)[2]  # the one that begins last is the innermost
+    return known if known.rpartition(".")[2] == name else f"{known}.<locals>.{name}"
+
+
+@cache
+def _functions(file: str) -> list[tuple[int, int, str]]:
+    """First line, last line and qualified name of the functions of a file."""
+    found: list[tuple[int, int, str]] = []
+
+    def visit(node: ast.AST, prefix: str) -> None:
+        for child in ast.iter_child_nodes(node):
+            if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef):
+                found.append((child.lineno, child.end_lineno or child.lineno, prefix + child.name))
+                visit(child, f"{prefix}{child.name}.<locals>.")
+            else:
+                visit(child, f"{prefix}{child.name}." if isinstance(child, ast.ClassDef) else prefix)
+
+    try:
+        visit(ast.parse(Path(file).read_text()), "")
+    except (OSError, SyntaxError):
+        pass
+    return found
