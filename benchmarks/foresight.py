@@ -6,10 +6,12 @@ chooses, with and without a limit on memory, takes at most 1.02 (median) and 1.0
 that fits. Calibration makes steps of its own: nothing in the table was used for it. Links of a rate need root, as
 ``lab.py`` does.
 
-Steps of all cases take turns, and of each case the fastest tenth counts, as in calibrations: what else runs on a
-machine makes steps slower, never faster, and these machines are shared. Calibrations take turns with them, on ranks of
-their own, so that both see the same minute. How much slower all steps were is told, and how far the steps of the first
-half of that minute are from those of the second: no prediction can be closer than that.
+Steps of all cases take turns, and of each case those around the lower quartile count, as in calibrations: what else
+runs on a machine makes steps slower, never faster, and these machines are shared. Calibrations take turns with them, on
+ranks of their own, so that both see the same minute. Where four ranks share two processors, two calibrations of two
+ranks each run side by side: what a rank computes takes longer where the others' data do not fit into the caches beside
+its own. How much slower all steps were is told, and how far the steps of the first half of that minute are from those
+of the second: no prediction can be closer than that.
 
 All of it takes most of an hour. ``--resume --minutes 4`` measures a part of it: pieces that the results lack, as long
 as there is time. A piece is one model in one setting, and is kept as soon as it is measured. ``--runs FOLDER`` keeps
@@ -37,8 +39,7 @@ from foresight_models import MODELS
 import fshard as fs
 from fshard.schedule import parse
 from fshard.schedule.costs import Costs, Link, read_costs
-from fshard.schedule.fit import calm
-from fshard.schedule.schedule import Schedule
+from fshard.schedule.fit import counted
 from fshard.schedule.simulate import simulate
 
 MEDIAN, WORST = 0.05, 0.10
@@ -128,7 +129,8 @@ class Machine:
         found = self._run(setting, name)
         cases = {}
         for key, case in pooled(found["cases"]).items():
-            costs = near(found["costs"], case["span"], parse(found["calibrated"]))
+            times = int(key.split("|")[1])
+            costs = near([made for made in found["costs"] if made["accumulate"] == times], case)
             cases[key] = predicted(case, placed(setting, costs))
         return {
             "cases": cases,
@@ -149,25 +151,34 @@ class Machine:
 
 
 def together(setting: Setting, options: Mapping[str, Any]) -> Any:
-    """Run the ranks of all cases, and those of calibrations, which take turns until the cases are over."""
+    """Run the ranks of all cases, and those of calibrations, which take turns until the cases are over.
+
+    There are as many jobs of calibrations side by side as fill the processors that the cases have.
+    """
     like = CALIBRATIONS[setting.like]
-    with ProcessPoolExecutor(1) as pool, tempfile.TemporaryDirectory() as folder:
-        calibrating = {**options, "turns": folder, "policies": [], "accumulate": [], "calibrate": 1}
-        other = pool.submit(run_workers, like.ranks, like.rate, calibrating, SCRIPT)
+    jobs = setting.ranks // like.ranks
+    with ProcessPoolExecutor(jobs) as pool, tempfile.TemporaryDirectory() as folder:
+        calibrating = {**options, "turns": folder, "policies": [], "accumulate": [], "calibrate": jobs}
+        others = [
+            pool.submit(run_workers, like.ranks, like.rate, {**calibrating, "job": job}, SCRIPT) for job in range(jobs)
+        ]
         try:
             asked = {**options, "turns": folder, "auto": 1, "calibrate": 0, **setting.options}
             found = run_workers(setting.ranks, setting.rate, asked, SCRIPT)
         finally:
             (Path(folder) / "over").touch()
-        return {**other.result(), "cases": found["cases"]}
+        calibrated = [other.result() for other in others]
+    return {"costs": [made for each in calibrated for made in each["costs"]], "cases": found["cases"]}
 
 
-def near(calibrations: Sequence[Any], span: Sequence[float], schedule: Schedule) -> Costs:
-    """The median of the calibrations in the minute of a case, or of all if these are few."""
-    begun, over = span
+def near(calibrations: Sequence[Any], case: Mapping[str, Any]) -> Costs:
+    """The median of the calibrations in the minute of a case, by what they say of it; or of all if these are few."""
+    begun, over = case["span"]
     found = [made["costs"] for made in calibrations if begun <= made["at"] <= over]
     costs = [read(each) for each in (found if len(found) >= FEWEST else [made["costs"] for made in calibrations])]
-    return sorted(costs, key=lambda each: simulate(schedule, each).seconds)[len(costs) // 2]
+    schedule = parse(case["schedule"])
+    kinds = {op.kind for op in schedule}
+    return sorted(costs, key=lambda each: simulate(schedule, each.only(kinds)).seconds)[len(costs) // 2]
 
 
 def read(values: Any) -> Costs:
@@ -187,11 +198,11 @@ def pooled(cases: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def predicted(case: Mapping[str, Any], costs: Costs) -> dict[str, Any]:
-    """A case: seconds predicted, those of steps that nothing disturbed, and how much longer half of all steps took."""
+    """A case: seconds predicted, those of steps that count, and how much longer half of all steps took."""
     schedule, times = parse(case["schedule"]), case["times"]
     costs = costs.only({op.kind for op in schedule})
-    measured = fastest(times)
-    halves = [fastest(times[: len(times) // 2]), fastest(times[len(times) // 2 :])]
+    measured = usual(times)
+    halves = [usual(times[: len(times) // 2]), usual(times[len(times) // 2 :])]
     return {
         "predicted": simulate(schedule, costs).seconds,
         "measured": measured,
@@ -202,13 +213,13 @@ def predicted(case: Mapping[str, Any], costs: Costs) -> dict[str, Any]:
     }
 
 
-def fastest(times: Sequence[float]) -> float:
-    """The mean of the fastest tenth."""
-    return statistics.fmean([times[number] for number in calm([times])])
+def usual(times: Sequence[float]) -> float:
+    """The mean of the steps around the lower quartile."""
+    return statistics.fmean([times[number] for number in counted([times])])
 
 
 def placed(setting: Setting, costs: Costs) -> Costs:
-    """The costs of another setting: its links, and the processors that a rank has there."""
+    """The costs of another setting: its links, and the ranks that take part."""
     links = {key: slower(link, setting.share) for key, link in costs.links.items()}
     if setting.hsdp:
         links["replica"] = links["shard"]
@@ -217,7 +228,7 @@ def placed(setting: Setting, costs: Costs) -> Costs:
         added = {(kind.replace("reduce_scatter", "replica_reduce"), ""): value for kind, value in known.items()}
         costs = replace(costs, seconds={**costs.seconds, **added})
     sizes, names = ((2, 2), ("replica", "shard")) if setting.hsdp else ((setting.ranks,), ("shard",))
-    costs = replace(costs, links=links, processors=costs.processors * 2 / setting.ranks)
+    costs = replace(costs, links=links)
     return costs.among(fs.abstract_mesh(sizes, names))
 
 

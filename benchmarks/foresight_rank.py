@@ -9,7 +9,7 @@ import sys
 import time
 import warnings
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,8 +23,11 @@ import fshard as fs
 REST = 0.05
 """Seconds between two turns of a job, in which another one may begin."""
 
+LOOK = 0.01
+"""Seconds between two looks at whether other jobs have come."""
+
 SPAN = 0.25
-"""Seconds that a turn takes, if a step is not longer: as long as the stretches of which the fastest count."""
+"""Seconds that a turn takes, if a step is not longer."""
 
 AUTO = 240
 """Steps of ``schedule="auto"`` at most, before it has chosen."""
@@ -72,6 +75,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
                 limits = limited(peaks) if args.auto else {}
                 steps |= {label: make(schedule=fs.Auto(memory=limit)) for label, limit in limits.items()}
                 states = {label: fs.init_state(plan, opt, seed=0) for label in steps}
+                tell(args.turns, times)
                 for label in limits:
                     with alone(args.turns):
                         states[label] = settled(steps[label], states[label], given)
@@ -87,16 +91,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
                         "limit": limits.get(label),
                     }
             if args.calibrate:
-                model, loss, batch = build(name)
-                plan = fs.make_plan(model, mesh, [(".*", tactic)], batch=spec)
-                step, given = fs.make_train_step(loss, opt, plan), batch(0, mesh.rank)
-                found["calibrated"] = str(step.trace(given).schedule)
-                while not (found["costs"] and over(args.turns)):
-                    with alone(args.turns):
-                        begun = time.perf_counter()
-                        found["costs"].append({"costs": step.calibrate(given).as_json(), "at": time.time()})
-                        spent = time.perf_counter() - begun
-                    time.sleep(spent)  # as much time is for the others
+                calibrate(name, mesh, tactic, spec, args, found)
         parts: list[Any] = [None] * mesh.size
         dist.all_gather_object(parts, {key: case["times"] for key, case in found["cases"].items()})
     for key, case in found["cases"].items():
@@ -114,6 +109,78 @@ def alone(turns: Path) -> Iterator[None]:
         yield
         dist.barrier()
     time.sleep(REST)
+
+
+def calibrate(name: str, mesh: fs.Mesh, tactic: Any, spec: Any, args: argparse.Namespace, found: Any) -> None:
+    """Calibrate again and again until the cases are over, with as many microbatches as they have at that time."""
+    made: dict[int, Any] = {}
+    beside = Beside(args.turns, args.job, args.calibrate)
+    while not (found["costs"] and over(args.turns)):
+        times = told(args.turns)
+        if times not in made:
+            model, loss, batch = build(name, times)
+            plan = fs.make_plan(model, mesh, [(".*", tactic)], batch=spec)
+            made[times] = fs.make_train_step(loss, fs.optim.adamw(1e-3), plan, accumulate=times), batch(0, mesh.rank)
+        step, given = made[times]
+        with beside.alone():
+            begun = time.perf_counter()
+            costs = step.calibrate(given, processors=1 / args.calibrate)
+            found["costs"].append({"costs": costs.as_json(), "at": time.time(), "accumulate": times})
+            spent = time.perf_counter() - begun
+        time.sleep(spent)  # as much time is for the others
+    beside.leave()
+
+
+def tell(turns: Path, times: int) -> None:
+    """Tell other jobs that the cases have so many microbatches from now on. Collective."""
+    dist.barrier()
+    if dist.get_rank() == 0:
+        (turns / f"microbatches {time.time()} {times}").touch()
+
+
+def told(turns: Path) -> int:
+    """The microbatches that the cases have now, by rank 0; 1 before they have said so. Collective."""
+    names = sorted(turns.glob("microbatches *"), key=lambda path: float(path.name.split()[1]))
+    latest = int(names[-1].name.split()[2]) if names and dist.get_rank() == 0 else 1
+    return int(most(float(latest)))
+
+
+class Beside:
+    """Jobs that take their turns together. The first one waits for its turn, and lets the others begin.
+
+    Args:
+        turns: the folder by which jobs take turns.
+        job: the number of this one.
+        jobs: how many there are.
+    """
+
+    def __init__(self, turns: Path, job: int, jobs: int) -> None:
+        self.turns, self.job, self.jobs = turns, job, jobs
+        self.number = 0
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """Have the machine together, while other jobs wait for their turns. Collective."""
+        self.number += 1
+        with alone(self.turns) if self.job == 0 else nullcontext():
+            self._meet("begin")
+            yield
+            self._meet("end")
+
+    def leave(self) -> None:
+        """Let the others go on without this one. Collective."""
+        dist.barrier()
+        (self.turns / f"left {self.job}").touch()
+
+    def _meet(self, where: str) -> None:
+        """Wait until all jobs have come here, or have left."""
+        dist.barrier()
+        if dist.get_rank() == 0:
+            (self.turns / f"{where} {self.number} {self.job}").touch()
+            for job in range(self.jobs):
+                while not any((self.turns / name).exists() for name in (f"{where} {self.number} {job}", f"left {job}")):
+                    time.sleep(LOOK)
+        dist.barrier()
 
 
 def over(turns: Path) -> bool:
@@ -196,7 +263,8 @@ def main() -> int:
     cli.add_argument("--auto", type=int, default=0)
     cli.add_argument("--turns", type=Path, required=True, help="the folder by which jobs take turns")
     cli.add_argument("--shared", type=int, default=1)
-    cli.add_argument("--calibrate", type=int, default=1)
+    cli.add_argument("--calibrate", type=int, default=1, help="jobs that calibrate side by side; 0 for none")
+    cli.add_argument("--job", type=int, default=0, help="the number of this one")
     cli.add_argument("--out", type=Path, required=True)
     args = cli.parse_args()
     torch.set_num_threads(1)

@@ -11,7 +11,13 @@ from fshard.training.make_step import make_train_step
 
 
 def calibrate(
-    loss_fn: Callable[..., Any], plan: Plan, batch: Any, opt: Optimizer | None = None, rounds: int = 5, **options: Any
+    loss_fn: Callable[..., Any],
+    plan: Plan,
+    batch: Any,
+    opt: Optimizer | None = None,
+    rounds: int = 5,
+    processors: float | None = None,
+    **options: Any,
 ) -> Costs:
     """The costs of training with this loss on these ranks: ``fs.make_train_step(...).calibrate(batch)``. Collective.
 
@@ -20,7 +26,8 @@ def calibrate(
         plan: the plan.
         batch: this rank's batch.
         opt: the optimizer; by default AdamW.
-        rounds: steps that are measured.
+        rounds: steps that are measured at least.
+        processors: those that a rank has, where other jobs run beside this one.
         options: those of ``fs.make_train_step``, such as ``remat=``.
 
     >>> import torch, fshard as fs
@@ -30,4 +37,4 @@ def calibrate(
     >>> sorted(kind for kind, _ in costs.seconds)
     ['backward', 'consensus', 'forward', 'handshake', 'update']
     """
-    return make_train_step(loss_fn, opt or adamw(1e-3), plan, **options).calibrate(batch, rounds)
+    return make_train_step(loss_fn, opt or adamw(1e-3), plan, **options).calibrate(batch, rounds, processors)

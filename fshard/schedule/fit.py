@@ -6,9 +6,9 @@ of transfers tells its steady rate, and how many bytes go before that at once.
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from statistics import fmean, median
+from statistics import fmean
 from types import MappingProxyType
 
 from fshard.errors import PlanError
@@ -18,11 +18,8 @@ from fshard.schedule.policy import Policy
 from fshard.schedule.schedule import Schedule
 from fshard.schedule.transfers import Transfer, awaited, started
 
-CALM, LEAST = 10, 3
-"""Of so many stretches of steps the fastest one counts as undisturbed, and of all of them so many at least."""
-
-STRETCH = 0.25
-"""Seconds of a stretch, where there are steps enough for ten of them."""
+QUARTILE, LEAST = (0.1, 0.4), 3
+"""Which steps count, by their place among all of them in the order of their times; and how many at least."""
 
 TURNS = 3
 """Steps until bursts are as in all later ones."""
@@ -33,42 +30,45 @@ APART = Policy(prefetch=0, reduces=0)
 
 @dataclass(frozen=True)
 class OpTime:
-    """What an op took on one rank, in seconds: on the wall, of its thread, of the whole process; and after it."""
+    """What an op took on one rank, in seconds: on the wall, of its thread, of the whole process.
+
+    Between it and the next op lies code outside of units, or of the runtime: ``gap`` seconds on the wall, and
+    ``gap_thread`` of the thread.
+    """
 
     wall: float
     thread: float
     process: float
     gap: float
+    gap_thread: float = 0.0
 
 
 Row = Sequence[OpTime]
 """The ops of a step."""
 
 
-def calm(totals: Sequence[Sequence[float]]) -> list[int]:
-    """The numbers of the steps that nothing disturbed: the fastest tenth of stretches, by the slowest rank.
+def counted(totals: Sequence[Sequence[float]]) -> list[int]:
+    """The numbers of the steps that count: those around the lower quartile, by the slowest rank.
 
     Processors of shared machines are taken away, for milliseconds or for seconds: that makes steps slower and never
-    faster. The fastest stretch would not do: the more are measured, the faster it is. Nor would single short steps:
-    they find pauses of others that are too short for a long one.
+    faster, so the faster ones say most. But the fastest alone are luck, and the more are made, the faster they get.
+    Contests go by the lower quartile, too.
 
     Args:
         totals: the seconds of each step, on each rank.
 
-    >>> calm([[5.0, 1.0, 9.0, 2.0, 4.0], [5.0, 2.0, 1.0, 1.0, 4.0]])
+    >>> counted([[5.0, 1.0, 9.0, 2.0, 4.0], [5.0, 2.0, 1.0, 1.0, 4.0]])
     [1, 3, 4]
     """
     slowest = [max(column) for column in zip(*totals, strict=True)]
-    size = max(min(math.ceil(STRETCH / max(median(slowest), 1e-9)), len(slowest) // CALM), 1)
-    stretches = [range(begin, begin + size) for begin in range(0, len(slowest) - size + 1, size)]
-    count = max(len(stretches) // CALM, min(LEAST, len(stretches)))
-    fastest = sorted(stretches, key=lambda steps: sum([slowest[number] for number in steps]))[:count]
-    return sorted([number for steps in fastest for number in steps])
+    order = sorted(range(len(slowest)), key=slowest.__getitem__)
+    begin, end = (int(place * len(order)) for place in QUARTILE)
+    return sorted(order[begin : max(end, begin + LEAST)])
 
 
 def mean(rows: Sequence[Row]) -> list[OpTime]:
     """The means of some steps. Medians of ops would not do: now one op is late and now another."""
-    fields = ("wall", "thread", "process", "gap")
+    fields = ("wall", "thread", "process", "gap", "gap_thread")
     columns = zip(*rows, strict=True)
     return [OpTime(*(fmean([getattr(time, name) for time in column]) for name in fields)) for column in columns]
 
@@ -161,6 +161,9 @@ def fit(
 ) -> Costs:
     """The costs that a measured schedule had.
 
+    Where ranks share processors, ops cost what their thread took: on the wall they last longer, since others compute
+    meanwhile, and the simulation makes them as much longer again.
+
     Args:
         schedule: that of the steps.
         ranks: what its ops took, on each rank.
@@ -175,12 +178,12 @@ def fit(
     if any(len(row) != len(schedule) for row in ranks):
         raise PlanError(f"{[len(row) for row in ranks]} ops were measured of a schedule of {len(schedule)}")
     slow = max(1.0, 1.0 / processors)
-    seconds = {op: fmean(times) / slow for op, times in _device(schedule, ranks).items()}
-    found = _samples(schedule, ranks, fmean if slow == 1.0 else min)
+    seconds = {op: fmean(times) for op, times in _device(schedule, ranks, shared=slow > 1.0).items()}
+    found = _samples(schedule, ranks, slow)
     links: dict[str, Link] = {}
     for key, samples in found.items():
         kind, _, axes = key.partition(" over ")
-        links[key], start, wait = _line(samples, slow)
+        links[key], start, wait = _line(samples)
         seconds[kind, ""], seconds[f"wait {kind}", ""] = start, wait
     period = host + fmean([sum(time.wall + time.gap for time in row) for row in ranks])
     for axes, stream in streams.items():
@@ -190,28 +193,27 @@ def fit(
     return Costs(seconds, links=links, host=host / slow, processors=processors, machine=machine, ranks=len(ranks))
 
 
-def _device(schedule: Schedule, ranks: Sequence[Row]) -> dict[tuple[str, str], list[float]]:
+def _device(schedule: Schedule, ranks: Sequence[Row], shared: bool) -> dict[tuple[str, str], list[float]]:
     """The times of ops that are no transfers. What code outside of units takes belongs to the compute op before it."""
+    took, between = ("thread", "gap_thread") if shared else ("wall", "gap")
     found: dict[tuple[str, str], list[float]] = {}
     last: tuple[str, str] | None = None
     for at, op in enumerate(schedule):
-        walls = [row[at].wall for row in ranks]
-        gap = fmean([row[at].gap for row in ranks])
+        seconds = fmean([getattr(row[at], took) for row in ranks])
+        gap = fmean([getattr(row[at], between) for row in ranks])
         key = op.kind, op.target
         if op.kind in COMPUTE_KINDS or op.kind in STEP_KINDS or op.kind == "update":
-            found.setdefault(key, []).append(fmean(walls))
+            found.setdefault(key, []).append(seconds)
             last = key if op.kind in COMPUTE_KINDS or last is None else last
         elif op.kind in ("free", "reshard"):
-            found.setdefault((op.kind, ""), []).append(fmean(walls))
+            found.setdefault((op.kind, ""), []).append(seconds)
         if last is not None:
             found[last][-1] += gap
     return found
 
 
-def _samples(
-    schedule: Schedule, ranks: Sequence[Row], over_ranks: Callable[[Sequence[float]], float]
-) -> dict[str, list[Sample]]:
-    """What each transfer took, by kind and axes; ``over_ranks`` is how its time follows from that of each rank."""
+def _samples(schedule: Schedule, ranks: Sequence[Row], slow: float) -> dict[str, list[Sample]]:
+    """What each transfer took, by kind and axes."""
     moves = {(move.kind, group.name): move for group in schedule.groups for move in group.transfers}
     under_way: dict[tuple[str, str], int] = {}
     found: dict[str, list[Sample]] = {}
@@ -222,19 +224,16 @@ def _samples(
         elif row is not None:
             begun, move = under_way.pop((row.name, op.target)), moves[row.name, op.target]
             if move.sent and move.row.link:
-                found.setdefault(f"{move.kind} over {move.axes}", []).append(
-                    _sample(move, ranks, (begun, at), over_ranks)
-                )
+                found.setdefault(f"{move.kind} over {move.axes}", []).append(_sample(move, ranks, (begun, at), slow))
     return found
 
 
-def _sample(
-    move: Transfer, ranks: Sequence[Row], ops: tuple[int, int], over_ranks: Callable[[Sequence[float]], float]
-) -> Sample:
+def _sample(move: Transfer, ranks: Sequence[Row], ops: tuple[int, int], slow: float) -> Sample:
     """What a transfer took, from its start to its wait.
 
     What is not of the thread that computes counts as the way of the bytes: other threads may begin to carry them before
-    the start is over, and ranks that come first wait for the last one, in each step another.
+    the start is over, and ranks that come first wait for the last one, in each step another. Where ranks share a
+    processor, the one that waited least counts, since the others compute while one waits.
     """
     begun, over = ops
     starting = fmean([row[begun].thread for row in ranks])
@@ -242,19 +241,24 @@ def _sample(
     walls = [sum(time.wall for time in row[begun : over + 1]) for row in ranks]  # gaps are of the compute before
     beside = [sum(t.process - t.thread for t in row[begun : over + 1]) for row in ranks]
     first = fmean([sum(t.wall + t.gap for t in row[:begun]) for row in ranks]) + starting
-    carried = max(over_ranks(walls) - starting - collecting, 0.0)
+    waited = fmean(walls) if slow == 1.0 else min(walls)
+    carried = max(waited - slow * (starting + collecting), 0.0)
     return Sample(first, move.sent, starting, carried, collecting, max(fmean(beside), 0.0))
 
 
-def _line(samples: Sequence[Sample], slow: float) -> tuple[Link, float, float]:
+def _line(samples: Sequence[Sample]) -> tuple[Link, float, float]:
     """The link of some transfers, and what their starts and waits take beside what bytes do."""
     sizes = [sample.sent for sample in samples]
-    start, sending = line(sizes, [sample.starting / slow for sample in samples])
+    start, sending = line(sizes, [sample.starting for sample in samples])
     latency, carrying = line(sizes, [sample.carried for sample in samples])
-    wait, taking = line(sizes, [sample.collecting / slow for sample in samples])
-    beside = sum(sample.beside for sample in samples) / sum(sizes) / slow
-    rate = 1 / carrying if carrying > 0 else float("inf")
-    return Link(rate, latency, sending, beside, taking), start, wait
+    wait, taking = line(sizes, [sample.collecting for sample in samples])
+    beside = sum(sample.beside for sample in samples) / sum(sizes)
+    return Link(_rate(carrying), latency, sending, beside, taking), start, wait
+
+
+def _rate(carrying: float) -> float:
+    """Bytes a second, of the seconds for each."""
+    return 1 / carrying if carrying > 0 else math.inf
 
 
 def _busy(
@@ -270,7 +274,7 @@ def _busy(
     for key, link in own.items():
         # The time of the process lacks what the kernel does; compute loses nothing where it has a processor more.
         beside = max(link.beside, stream.beside / slow)
-        own[key] = replace(link, each=stream.each / slow, peers=stream.peers, beside=beside)
+        own[key] = replace(link, each=stream.each, peers=stream.peers, beside=beside)
     if not own or stream.rate == math.inf:
         return own
     if not all([_shaped(link, stream, slow) for link in own.values()]):
@@ -283,8 +287,8 @@ def _bounded(link: Link, samples: Sequence[Sample], stream: Stream) -> Link:
     """A link that is not shaped: what it reaches when it is kept busy, and with one transfer, which may be far less."""
     sizes = [sample.sent for sample in samples]
     latency, carrying = line(sizes, [sample.carried for sample in samples], 1 / stream.rate)
-    rate = max(stream.rate, 1 / carrying)
-    return replace(link, bytes_per_s=rate, latency=latency, peak=1 / carrying, together=stream.together)
+    peak = _rate(carrying)
+    return replace(link, bytes_per_s=max(stream.rate, peak), latency=latency, peak=peak, together=stream.together)
 
 
 def _shaped(link: Link, stream: Stream, slow: float) -> bool:
@@ -311,9 +315,8 @@ def _burst(link: Link, free: Sequence[Sample], stream: Stream) -> Link:
     latency, carrying = 0.0, 0.0
     if free:
         latency, carrying = line([sample.sent for sample in free], [sample.carried for sample in free])
-    peak = 1 / carrying if carrying > 0 else math.inf
     rate, burst, together = stream.rate, stream.burst, stream.together
-    return replace(link, bytes_per_s=rate, latency=latency, burst=burst, peak=peak, together=together)
+    return replace(link, bytes_per_s=rate, latency=latency, burst=burst, peak=_rate(carrying), together=together)
 
 
 def line(xs: Sequence[float], ys: Sequence[float], least: float = 0.0) -> tuple[float, float]:
@@ -342,6 +345,6 @@ def line(xs: Sequence[float], ys: Sequence[float], least: float = 0.0) -> tuple[
 
 
 def times_of(rows: Sequence[Sequence[float]]) -> Iterator[OpTime]:
-    """Ops from four numbers each, as ranks exchange them."""
+    """Ops from their numbers, as ranks exchange them."""
     for row in rows:
         yield OpTime(*row)

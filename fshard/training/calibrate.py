@@ -1,16 +1,18 @@
 """Calibration: a few timed steps, and the costs that they had."""
 
 from dataclasses import dataclass, field
+from math import inf
 from statistics import median
 from time import perf_counter
 from typing import Any, Protocol
 
 from fshard import errors
 from fshard.arguments import expect
+from fshard.errors import PlanError
+from fshard.runtime.execution.timed import Stopwatch
 from fshard.runtime.steps import Latest
-from fshard.runtime.steps.calibrate import fitted, op_times, steps_in
+from fshard.runtime.steps.calibrate import fitted_by_all, steps_in
 from fshard.schedule.costs import Costs
-from fshard.schedule.fit import OpTime
 from fshard.schedule.schedule import Schedule
 from fshard.state.train_state import TrainState
 
@@ -41,7 +43,7 @@ class Measured(Protocol):
 class Rows:
     """Steps of one rank: the times of their ops, the seconds of the host around these, and of the steps."""
 
-    ops: list[list[OpTime]] = field(default_factory=list)
+    watches: list[Stopwatch] = field(default_factory=list)
     hosts: list[float] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
 
@@ -53,30 +55,43 @@ class Rows:
             self.seconds.append(perf_counter() - begun)
             latest = step.latest
             assert latest.watch is not None
-            self.ops.append(op_times(latest.watch, len(step.schedule)))
+            self.watches.append(latest.watch)
             self.hosts.append(self.seconds[-1] - (latest.times[-1] - latest.times[0]))
         return state
 
 
-def calibrated(step: Measured, state: TrainState, batch: Any, rounds: int, comms: Any) -> Costs:
+def calibrated(
+    step: Measured, state: TrainState, batch: Any, rounds: int, comms: Any, processors: float | None = None
+) -> Costs:
     """The costs that the ops of a timed step have on these ranks. Collective.
 
     Args:
         step: the step, whose transfers are waited for as soon as they have begun.
         state: its state, which is donated.
         batch: this rank's batch.
-        rounds: steps that are measured at least. Those that nothing disturbed count, a tenth of them.
+        rounds: steps that are measured at least. Those around the lower quartile count.
         comms: the communicators of its plan.
+        processors: those that a rank has; None for those that the ranks of this job may run on.
 
     Raises:
-        PlanError: no rounds, or a program that does not keep to its schedule.
+        PlanError: no rounds or processors, or a program that does not keep to its schedule.
     """
-    expect("calibrate(batch)", [("rounds", rounds, int, "a number of steps")])
-    if rounds < 1:
-        raise errors.bad_arguments("calibrate", [f"rounds={rounds}: at least 1"])
+    wants = [
+        ("rounds", rounds, int, "a number of steps"),
+        ("processors", processors, (int, float, type(None)), "how many a rank has, such as 0.5"),
+    ]
+    expect("calibrate(batch)", wants)
+    problems = [f"rounds={rounds}: at least 1"] if rounds < 1 else []
+    if processors is not None and not 0 < processors < inf:
+        problems.append(f"processors={processors}: more than none")
+    if problems:
+        raise errors.bad_arguments("calibrate", problems)
     rows = Rows()
     state = Rows().take(step, state, batch, WARM)
     state = rows.take(step, state, batch, rounds)
     more = min(steps_in(comms, SPAN, median(rows.seconds)), MOST) - rounds
     rows.take(step, state, batch, more)
-    return fitted(comms, step.schedule, rows.ops, max(median(rows.hosts), 0.0))
+    costs = fitted_by_all(comms, step.schedule, rows.watches, max(median(rows.hosts), 0.0), processors)
+    if costs is None:
+        raise PlanError("a step that was measured did not keep to its schedule: there is nothing to go by")
+    return costs

@@ -167,7 +167,7 @@ class TrainStep(OneFunction):
         self._late = shield.late
         return result
 
-    def calibrate(self, batch: Any, rounds: int = 5) -> Costs:
+    def calibrate(self, batch: Any, rounds: int = 5, processors: float | None = None) -> Costs:
         """Measure the costs of the ops of this step on these ranks. Collective; the step itself stays as it is.
 
         A state of its own, from seed 0, makes some steps in which every transfer is waited for as soon as it has begun,
@@ -176,20 +176,22 @@ class TrainStep(OneFunction):
         Args:
             batch: this rank's batch.
             rounds: steps that are measured at least; short ones until they have taken three seconds, or 300 of them.
-                The fastest tenth counts, which nothing disturbed.
+                Those around the lower quartile count: what else runs on a machine only adds to a step.
+            processors: those that a rank has, where other jobs run beside this one: 0.5 if as many other ranks have
+                them, too. By default those that the ranks of this job may run on.
 
         Returns:
             Costs for ``fs.sim.simulate`` and ``fshard plan --costs``, the same on all ranks.
 
         Raises:
-            PlanError: no rounds, or a program that does not keep to its schedule.
+            PlanError: no rounds or processors, or a program that does not keep to its schedule.
         """
         policy = replace(APART, update=self.programs.policy.update)
         programs = replace(self.programs.again(Engine), policy=policy, executor=Timed, choices={})
         options = replace(self.options, running=replace(self.options.running, policy=policy), donate=True)
         apart = TrainStep(self.loss_fn, self.opt, self.plan, options, programs)
         state = init_state(self.plan, self.opt, seed=0, init=[(".*", normal(0.02))])
-        return calibrated(apart, state, batch, rounds, programs.comms)
+        return calibrated(apart, state, batch, rounds, programs.comms, processors)
 
     def _make(self, state: TrainState, batch: Any, asked: Asked) -> tuple[TrainState, Metrics]:
         begun = perf_counter()

@@ -5,34 +5,43 @@ import os
 import platform
 import socket
 from collections.abc import Sequence
+from dataclasses import astuple, fields
 
 import torch
 
-from fshard.errors import PlanError
 from fshard.runtime.comm import exchange, exchange_text
 from fshard.runtime.comm.communicators import Communicators
-from fshard.runtime.execution.timed import Stopwatch
+from fshard.runtime.execution.timed import Reading, Stopwatch, readings
 from fshard.runtime.steps.streams import streams
 from fshard.schedule.costs import Costs
-from fshard.schedule.fit import OpTime, calm, fit, mean, times_of
+from fshard.schedule.fit import OpTime, counted, fit, mean, times_of
 from fshard.schedule.schedule import Schedule
 
 
-def op_times(watch: Stopwatch, count: int) -> list[OpTime]:
-    """What the ops of a step took.
+def op_times(watches: Sequence[Stopwatch], count: int) -> list[list[OpTime]]:
+    """What the ops of some steps took, less what reading the clocks did; nothing of a step that left its schedule.
 
-    Raises:
-        PlanError: the step did not keep to its schedule.
+    Args:
+        watches: one for each step.
+        count: how many ops the schedule has.
     """
-    if len(watch.begins) != count or len(watch.ends) != count:
-        raise PlanError("a step that was measured did not keep to its schedule: there is nothing to go by")
-    found = []
-    for at in range(count):
-        begin, end = watch.begins[at], watch.ends[at]
-        after = watch.begins[at + 1][0] if at + 1 < count else end[0]
-        wall, thread, process = (b - a for a, b in zip(begin, end, strict=True))
-        found.append(OpTime(wall, thread, process, max(after - end[0], 0.0)))
+    within, after = readings()
+    found: list[list[OpTime]] = []
+    for watch in watches:
+        found.append([])
+        if len(watch.begins) != count or len(watch.ends) != count:
+            continue
+        for at in range(count):
+            begin, end = watch.begins[at], watch.ends[at]
+            following = watch.begins[at + 1] if at + 1 < count else end
+            own, gap = _less(begin, end, within), _less(end, following, after)
+            found[-1].append(OpTime(own[0], own[1], own[2], gap[0], gap[1]))
     return found
+
+
+def _less(begin: Reading, end: Reading, read: Reading) -> list[float]:
+    """The time between two readings of clocks, less what reading them takes."""
+    return [max(b - a - c, 0.0) for a, b, c in zip(begin, end, read, strict=True)]
 
 
 def steps_in(comms: Communicators, span: float, seconds: float) -> int:
@@ -41,24 +50,48 @@ def steps_in(comms: Communicators, span: float, seconds: float) -> int:
     return math.ceil(span / max(float(exchange(comms.control, row).max()), 1e-6))
 
 
-def fitted(comms: Communicators, schedule: Schedule, steps: Sequence[Sequence[OpTime]], host: float) -> Costs:
-    """The costs of some steps, equal on all ranks. Collective."""
+def fitted(
+    comms: Communicators,
+    schedule: Schedule,
+    steps: Sequence[Sequence[OpTime]],
+    host: float,
+    own_processors: float | None = None,
+) -> Costs:
+    """The costs of some steps, equal on all ranks. Collective.
+
+    Args:
+        comms: the communicators of the plan.
+        schedule: that of the steps.
+        steps: what the ops of each took on this rank.
+        host: seconds of this rank's step around them.
+        own_processors: those that a rank has; None for those that the ranks of this job may run on.
+    """
     control, busy = comms.control, streams(comms, schedule)
     totals = [sum(time.wall + time.gap for time in step) for step in steps]
-    chosen = calm(exchange(control, torch.tensor(totals, dtype=torch.float64, device="cpu")).tolist())
-    own = [(time.wall, time.thread, time.process, time.gap) for time in mean([steps[number] for number in chosen])]
+    chosen = counted(exchange(control, torch.tensor(totals, dtype=torch.float64, device="cpu")).tolist())
+    own = [astuple(time) for time in mean([steps[number] for number in chosen])]
     row = torch.tensor([host, *(number for numbers in own for number in numbers)], dtype=torch.float64, device="cpu")
     rows = exchange(control, row)
     places = [place_of(text) for text in exchange_text(control, place())]
-    ranks = [[*times_of(each[1:].reshape(-1, 4).tolist())] for each in rows]
-    return fit(schedule, ranks, float(rows[:, 0].mean()), processors(places), machine(places), busy)
+    ranks = [[*times_of(each[1:].reshape(-1, NUMBERS).tolist())] for each in rows]
+    return fit(schedule, ranks, float(rows[:, 0].mean()), own_processors or processors(places), machine(places), busy)
 
 
-def fitted_by_all(comms: Communicators, schedule: Schedule, steps: Sequence[Sequence[OpTime]]) -> Costs | None:
-    """The costs of some steps; None on all ranks if one has none to go by. Collective."""
-    has = exchange(comms.control, torch.tensor([float(bool(steps))], dtype=torch.float64, device="cpu"))
-    return fitted(comms, schedule, steps, 0.0) if bool(has.all()) else None
+def fitted_by_all(
+    comms: Communicators,
+    schedule: Schedule,
+    watches: Sequence[Stopwatch],
+    host: float = 0.0,
+    own_processors: float | None = None,
+) -> Costs | None:
+    """The costs of some steps; None on all ranks if one of them has left the schedule on any rank. Collective."""
+    steps = op_times(watches, len(schedule))
+    kept = exchange(comms.control, torch.tensor([float(all(steps))], dtype=torch.float64, device="cpu"))
+    return fitted(comms, schedule, steps, host, own_processors) if bool(kept.all()) else None
 
+
+NUMBERS = len(fields(OpTime))
+"""Of an op, as ranks exchange them."""
 
 Place = tuple[str, frozenset[int]]
 """The host of a rank, and the processors that it may run on."""

@@ -3,16 +3,15 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from fshard.errors import PlanError
 from fshard.runtime.comm.communicators import Communicators
 from fshard.runtime.execution.timed import Stopwatch
-from fshard.runtime.steps.calibrate import fitted_by_all, op_times
+from fshard.runtime.steps.calibrate import fitted_by_all
 from fshard.runtime.steps.contests import Contest, opened
 from fshard.schedule.auto import Auto, Choice, choose
 from fshard.schedule.candidates import Task
 from fshard.schedule.check import check
 from fshard.schedule.contest import scheduled
-from fshard.schedule.fit import APART, OpTime
+from fshard.schedule.fit import APART
 from fshard.schedule.footprint import footprint
 from fshard.schedule.policy import secondary
 from fshard.schedule.schedule import Schedule
@@ -28,17 +27,17 @@ class Trial:
     Attributes:
         schedule: their schedule, in which every transfer is waited for as soon as it has begun.
         task: what a policy is chosen for, with the needs that all ranks agreed on.
-        steps: what each step took on this rank; nothing for one that left its schedule.
+        watches: what the ops of each step took on this rank.
     """
 
     schedule: Schedule
     task: Task
-    steps: list[Sequence[OpTime]] = field(default_factory=list)
+    watches: list[Stopwatch] = field(default_factory=list)
 
     @property
     def over(self) -> bool:
         """Whether all of them are made."""
-        return len(self.steps) >= WARM + TIMED
+        return len(self.watches) >= WARM + TIMED
 
     @property
     def arena_bytes(self) -> int:
@@ -53,10 +52,7 @@ class Trial:
             watch: what its ops took.
         """
         assert watch is not None
-        try:
-            self.steps.append(op_times(watch, len(self.schedule)))
-        except PlanError:
-            self.steps.append(())
+        self.watches.append(watch)
 
     @property
     def dispensable(self) -> bool:
@@ -71,8 +67,7 @@ class Trial:
 
         Collective.
         """
-        steps = [step for step in self.steps[WARM:] if step]
-        costs = fitted_by_all(comms, self.schedule, steps if len(steps) == TIMED else [])
+        costs = fitted_by_all(comms, self.schedule, self.watches[WARM:])
         made = choice if costs is None else choose(self.task, auto, costs)
         return made, opened(comms, made)
 
