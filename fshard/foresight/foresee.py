@@ -12,14 +12,14 @@ from fshard import tree
 from fshard.arguments import size_text
 from fshard.errors import PlanError, lines
 from fshard.foresight.packing import packing_seconds
-from fshard.optim.contract import contract
-from fshard.runtime.execution.update_memory import state_needs
+from fshard.optim.contract import Contract, contract
+from fshard.runtime.execution.update_memory import state_needs, update_needs
 from fshard.runtime.memory.optimizer_layout import beside_bytes, shard_bytes
 from fshard.schedule.auto import Candidate, tried
 from fshard.schedule.build import build
 from fshard.schedule.candidates import Task, candidates
 from fshard.schedule.costs import Costs
-from fshard.schedule.footprint import Footprint
+from fshard.schedule.footprint import Footprint, Need
 from fshard.schedule.infos import between, communicators, fast_axes, group_infos
 from fshard.schedule.machines import COMMUNICATOR, Cluster, Speed, foreseen_costs, named_device, named_link, speed
 from fshard.schedule.ops import ROOT
@@ -63,7 +63,7 @@ class Hardware:
     costs_of: str = "the costs"
 
     def of(self, task: Task, plan: Plan) -> Costs:
-        """What ops cost on it, what packs and unpacks formats included.
+        """What ops cost on it, what packs and unpacks formats and what updates parameters included.
 
         Raises:
             PlanError: the costs are those of another program.
@@ -71,6 +71,9 @@ class Hardware:
         links, packing = self.cluster.links(plan.mesh), packing_seconds(plan, task.stages, self.speed)
         if self.costs is None:
             units = foreseen_costs(task.stages, task.needs, self.speed, links)
+            updated = {plan.groups[number].name for number in task.stages.updates if number < len(plan.groups)}
+            for name in updated & task.updates.keys():
+                packing["update", name] = packing.get(("update", name), 0.0) + self.speed.seconds(task.updates[name])
             return replace(units, seconds={**units.seconds, **packing})
         check_costs(self.costs, task, self.costs_of)
         moved = {op: seconds for op, seconds in packing.items() if moves(op[0])}  # its updates were measured
@@ -287,7 +290,7 @@ def foresee(
         rows,
         tokens,
         task.flops * task.accumulate,
-        dict(scaling(task, plan, hardware, chosen.policy)),
+        dict(scaling(task, plan, hardware, chosen.policy, contract(step.opt))),
         task,
         host_bytes=host_bytes(step, plan),
     )
@@ -309,7 +312,13 @@ def on_plan(task: Task, plan: Plan, step: TrainStep) -> Task:
     axes = fast_axes(plan)
     second = {axes: (*group_infos(plan, state, axes), *beside)} if axes else {}
     full = all(group.reduce_dtype == group.dtype for group in plan.groups)
-    return replace(task, groups=(*group_infos(plan, state), *beside), second=second, full=full)
+    groups = (*group_infos(plan, state), *beside)
+    return replace(task, groups=groups, second=second, full=full, updates=_by_name(plan, state.work))
+
+
+def _by_name(plan: Plan, work: Mapping[int, Need]) -> dict[str, Need]:
+    """What the updates of a plan's groups need, by their names."""
+    return {plan.groups[number].name: need for number, need in work.items()}
 
 
 def state_bytes(step: TrainStep, plan: Plan) -> int:
@@ -354,7 +363,7 @@ def sizes(batch: Any) -> tuple[int, int]:
     return (tensors[0].shape[0] if tensors else 0), (words.numel() if words is not None else 0)
 
 
-def scaling(task: Task, plan: Plan, hardware: Hardware, policy: Policy) -> Iterator[tuple[int, float]]:
+def scaling(task: Task, plan: Plan, hardware: Hardware, policy: Policy, opt: Contract) -> Iterator[tuple[int, float]]:
     """Seconds of a step on smaller meshes of the same shape, with as large a batch a rank. None for outer steps."""
     if plan.source is None:
         return
@@ -365,7 +374,8 @@ def scaling(task: Task, plan: Plan, hardware: Hardware, policy: Policy) -> Itera
         smaller = plan.source.plan(mesh, plan.batch, plan.precision)
         groups = group_infos(smaller, secondary=policy.secondary)
         schedule = build(task.program, groups, policy, task.accumulate)
-        costs = hardware.of(task, smaller).only({op.kind for op in schedule})
+        updates = _by_name(smaller, update_needs(smaller, opt))
+        costs = hardware.of(replace(task, updates=updates), smaller).only({op.kind for op in schedule})
         yield mesh.size, simulate(schedule, costs).seconds
 
 

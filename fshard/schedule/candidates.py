@@ -35,6 +35,7 @@ class Task:
         axes: mesh axes of the collectives that the program itself calls.
         graphs: whether unit graphs write gradients where they are flat.
         flops: operations of the model for one microbatch, without what is computed again; 0 if not known.
+        updates: what the update of each group on the device reads, writes and computes, by the group's name.
     """
 
     program: Program | Stages
@@ -48,6 +49,7 @@ class Task:
     axes: Sequence[Axes] = ()
     graphs: bool = False
     flops: int = 0
+    updates: Mapping[str, Need] = field(default_factory=dict)
 
     @property
     def stages(self) -> Stages:

@@ -105,6 +105,7 @@ class Costs:
             with 1 they share it; with 1/2, as on a machine of 2 with 4 ranks, everything takes twice the time.
         machine: what the costs were measured on, in words.
         ranks: the ranks that took part in the handshake and the consensus; 0 if that is not known.
+        updates_by_bytes: the part of the time of updates that goes by the bytes of their shards.
 
     Raises:
         PlanError: a negative time, one of an unknown op, or something else than a link.
@@ -121,6 +122,7 @@ class Costs:
     processors: float = 2.0
     machine: str = ""
     ranks: int = 0
+    updates_by_bytes: float = 0.0
 
     def __post_init__(self) -> None:
         seconds = "a dict of seconds by op, such as {('forward', 'blocks.0'): 2e-3}"
@@ -145,6 +147,8 @@ class Costs:
                 problems.append(f"{op[0]} {op[1]} takes {value!r} seconds")
         if not 0 <= self.host < math.inf or not 0 < self.processors < math.inf:
             problems.append(f"host={self.host!r}, processors={self.processors!r}: not negative, and more than none")
+        if not 0 <= self.updates_by_bytes <= 1:
+            problems.append(f"updates_by_bytes={self.updates_by_bytes!r}: a part, from 0 to 1")
         if problems:
             raise refusals.bad_costs(problems)
 
@@ -199,17 +203,19 @@ class Costs:
             processors or links.processors,
             words,
             self.ranks,
+            self.updates_by_bytes,
         )
 
     def among(self, mesh: Mesh) -> "Costs":
         """The costs where other ranks take part: each has a message for each peer, which takes its time.
 
         A gather sends one shard to every peer, and its start copies that once, so a byte that is sent takes less of it.
+        More ranks that shard have less to update each.
 
         Args:
             mesh: the ranks. What is not known to grow with them stays.
         """
-        seconds, links = dict(self.seconds), dict(self.links)
+        seconds, links, smaller = dict(self.seconds), dict(self.links), 1.0
         every = max([link.each for link in self.links.values()], default=0.0)
         for kind in STEP_KINDS if self.ranks else ():
             if (kind, "") in seconds:
@@ -222,9 +228,12 @@ class Costs:
                 peers = mesh.axis_size(names) - 1
                 more, copied = peers - link.peers, link.peers / peers if kind in GATHERS and peers else 1.0
                 links[key] = replace(link, peers=peers, sending=link.sending * copied)
+                smaller = (link.peers + 1) / (peers + 1) if kind == "all_gather" else smaller
                 if over:
                     wait = f"wait {kind}", ""
                     seconds[wait] = max(seconds.get(wait, 0.0) + link.each * more, 0.0)
+        for op in [op for op in seconds if op[0] == "update"]:
+            seconds[op] *= 1.0 - self.updates_by_bytes * (1.0 - smaller)
         return replace(self, seconds=seconds, links=links, ranks=mesh.size if self.ranks else 0)
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -244,6 +253,7 @@ class Costs:
             "processors": self.processors,
             "host": self.host,
             "ranks": self.ranks,
+            "updates_by_bytes": self.updates_by_bytes,
             "seconds": {f"{kind}|{target}": value for (kind, target), value in self.seconds.items()},
             "links": {name: _plain(link) for name, link in every.items() if link is not None},
         }
@@ -273,7 +283,8 @@ def read_costs(path: str | os.PathLike[str]) -> Costs:
         link, reduces = links.pop("link"), links.pop("reduces", None)
         axes = {name.removeprefix("over "): each for name, each in links.items()}
         numbers = float(found["host"]), float(found["processors"])
-        return Costs(seconds, link, reduces, axes, *numbers, found["machine"], int(found.get("ranks", 0)))
+        more = int(found.get("ranks", 0)), float(found.get("updates_by_bytes", 0.0))
+        return Costs(seconds, link, reduces, axes, *numbers, found["machine"], *more)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         if isinstance(error, PlanError):
             raise

@@ -190,7 +190,19 @@ def fit(
         links |= _busy(axes, stream, links, found, slow, period)
     for key in found:
         links.setdefault(key.partition(" over ")[2], links[key])
-    return Costs(seconds, links=links, host=host / slow, processors=processors, machine=machine, ranks=len(ranks))
+    around = {"host": host / slow, "processors": processors, "machine": machine, "ranks": len(ranks)}
+    return Costs(seconds, links=links, **around, updates_by_bytes=_by_bytes(schedule, seconds))  # type: ignore[arg-type]
+
+
+def _by_bytes(schedule: Schedule, seconds: Mapping[tuple[str, str], float]) -> float:
+    """The part of the time of updates that goes by the bytes of shards: all of it, if they are of one size."""
+    took = [(group.shard_bytes, seconds.get(("update", group.name), 0.0)) for group in schedule.groups]
+    took = [(size, each) for size, each in took if size and each > 0]
+    if not took:
+        return 0.0
+    sizes, times = [size for size, _ in took], [each for _, each in took]
+    _, slope = line(sizes, times)
+    return min(slope * sum(sizes) / sum(times), 1.0)
 
 
 def _device(schedule: Schedule, ranks: Sequence[Row], shared: bool) -> dict[tuple[str, str], list[float]]:

@@ -5,6 +5,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from fshard.schedule import refusals
+from fshard.schedule.footprint import Need
 from fshard.schedule.ops import GroupInfo
 from fshard.schedule.transfers import COLLECTIVES, HOST, KINDS, SECOND, STATE, Transfer
 from fshard.sharding.layout import Group
@@ -21,10 +22,12 @@ class StateNeeds:
     Attributes:
         updates: what the update takes for its duration.
         copies: a copy of what the state has of a group, where a step does not reuse its memory.
+        work: the operations of an update on the device, and the bytes that it reads and writes.
     """
 
     updates: Mapping[int, int] = field(default_factory=dict)
     copies: Mapping[int, int] = field(default_factory=dict)
+    work: Mapping[int, Need] = field(default_factory=dict)
 
 
 NOTHING = StateNeeds()

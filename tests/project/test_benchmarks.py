@@ -247,6 +247,35 @@ def test_the_overlap_of_sums_over_replicas(bench: Any) -> None:
     assert bench.hsdp.overlap(SimpleNamespace(schedule=(), issued=(), starts=(), ends=(), seconds=1)) == {}
 
 
+def test_foresight_measures_a_disturbed_piece_again_and_keeps_the_calmest(
+    bench: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def ran(late: float) -> dict[str, Any]:
+        cases = {f"gpt|1|{name}": {"schedule": name, "times": [1.0] * 4 + [1.0 + late] * 4} for name in "abc"}
+        cases["gpt|1|c"]["times"] = [1.0] * 8
+        return {"cases": cases, "costs": []}
+
+    module, setting = bench.foresight, bench.foresight.SETTINGS[0]
+    for late, made, kept in (
+        ([0.3, 0.1, 0.2], 3, 0.1),  # none is calm: the calmest of three
+        ([0.3, 0.04], 2, 0.04),
+        ([0.02], 1, 0.02),
+    ):
+        runs = iter(late)
+        done: list[float] = []
+
+        def together(*_: Any, runs: Any = runs, done: list[float] = done) -> dict[str, Any]:
+            done.append(next(runs))
+            return ran(done[-1])
+
+        monkeypatch.setattr(module, "together", together)
+        folder = tmp_path / str(kept)
+        found = module.Machine({}, folder, tries=3)._run(setting, "gpt")
+        assert len(done) == made and module.unrest(found["cases"]) == pytest.approx(kept)
+        again = module.Machine({}, folder, tries=1)._run(setting, "gpt")  # no new steps
+        assert len(done) == made and again == found
+
+
 def test_foresight_judges_choices_by_what_fits_and_keeps_what_was_measured(bench: Any, tmp_path: Path) -> None:
     def case(predicted: float, measured: float, peak: int = 1, limit: int | None = None) -> dict[str, Any]:
         return {"predicted": predicted, "measured": measured, "halves": 0.1, "peak": peak, "limit": limit}

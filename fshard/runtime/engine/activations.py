@@ -1,7 +1,7 @@
 """What a program's compute ops need, read off its run on fake tensors: memory of activations, and arithmetic."""
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -153,7 +153,8 @@ class Activations(TorchDispatchMode):
             self.flops += flops
             self.again += flops if self.backward and torch.is_grad_enabled() else 0
         elif not getattr(func, "is_view", False):
-            self.moved += _bytes(args) + _bytes(out)
+            made = _bytes(out) or _written(func, args)
+            self.moved += _bytes(args) + made if made else 0  # else it asks for a device, or the like
         return out
 
     def _note(self, x: Tensor) -> None:
@@ -191,6 +192,13 @@ def _bytes(values: Any) -> int:
     if isinstance(values, Tensor):
         return values.numel() * values.element_size()
     return sum(map(_bytes, values)) if isinstance(values, tuple | list) else 0
+
+
+def _written(func: Any, args: Sequence[Any]) -> int:
+    """The bytes that an operator without results writes: fused updates have none, and write to what they are given."""
+    schema = getattr(func, "_schema", None)
+    given = zip(schema.arguments, args, strict=False) if schema is not None and not schema.returns else ()
+    return sum(_bytes(value) for known, value in given if known.alias_info is not None and known.alias_info.is_write)
 
 
 def _formula(func: Any) -> Any:

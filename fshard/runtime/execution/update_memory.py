@@ -1,4 +1,5 @@
-"""What updates take on the device beside the state: what is copied there, and what the optimizer makes for itself.
+"""What updates take on the device: beside the state, what is copied there and what the optimizer makes for itself;
+and what they read, write and compute, which is their time.
 
 An update is run on tensors without data, as a program is, and its operators say what they make. Ranks hold different
 leaves, and their schedules must be the same: what counts is the rank that needs most.
@@ -27,6 +28,7 @@ from fshard.runtime.memory.optimizer_layout import (
     shard_bytes,
     shard_layouts,
 )
+from fshard.schedule.footprint import Need
 from fshard.schedule.infos import StateNeeds
 from fshard.sharding.layout import Group
 from fshard.sharding.mesh import Mesh
@@ -55,7 +57,8 @@ def state_needs(plan: Plan, opt: Contract, limit: Limit, donate: bool) -> StateN
         donate: whether steps reuse the memory of the state.
     """
     copies = {} if donate else {group.id: _state_bytes(plan.mesh, group, opt) for group in plan.groups}
-    return StateNeeds(update_needs(plan, opt, limit), copies)
+    work = update_needs(plan, opt, limit)
+    return StateNeeds({number: need.peak for number, need in work.items() if need.peak}, copies, work)
 
 
 def _state_bytes(mesh: Mesh, group: Group, opt: Contract) -> int:
@@ -64,8 +67,8 @@ def _state_bytes(mesh: Mesh, group: Group, opt: Contract) -> int:
     return param + (beside_bytes(group, mesh, opt) if group.kinds.opt == "device" else 0)
 
 
-def update_needs(plan: Plan, opt: Contract, limit: Limit = lambda path: 0) -> dict[int, int]:
-    """Bytes that the update of each group takes on the device for its duration, on the rank that needs most.
+def update_needs(plan: Plan, opt: Contract, limit: Limit = lambda path: 0) -> dict[int, Need]:
+    """What the update of each group needs on the device for its duration, on the rank that needs most of each.
 
     Groups that are updated on the host are left out. Where an optimizer reads values of tensors, it is not known what
     it makes for itself: then what is copied from host memory counts alone.
@@ -76,14 +79,13 @@ def update_needs(plan: Plan, opt: Contract, limit: Limit = lambda path: 0) -> di
         limit: from a leaf's path, the number of its clipping rule; below 0 for one that is not updated.
     """
     plan, rounded, found = traceable(plan), rounded_groups(plan), {}
-    known: dict[Hashable, int] = {}
+    known: dict[Hashable, Need] = {}
     for group in plan.groups:
         if group.trainable and not group.offloaded:
             key = _alike(group, opt, limit, group.id in rounded)
             if key not in known:
                 known[key] = _most(plan, group, opt, limit, group.id in rounded)
-            if known[key]:
-                found[group.id] = known[key]
+            found[group.id] = known[key]
     return found
 
 
@@ -94,11 +96,13 @@ def _alike(group: Group, opt: Contract, limit: Limit, rounded: bool) -> Hashable
     return leaves, group.starts, group.owned.chunk, group.dtype, group.kinds, wires, group.owned.gather_axes, rounded
 
 
-def _most(plan: Plan, group: Group, opt: Contract, limit: Limit, rounded: bool) -> int:
+def _most(plan: Plan, group: Group, opt: Contract, limit: Limit, rounded: bool) -> Need:
     """What the update of one group needs, on the rank that needs most."""
     copied = _copied(plan.mesh, group, opt)
     needs = [_need(plan, mesh, group, opt, cuts, rounded) for mesh, cuts in _fullest(plan.mesh, group, opt, limit)]
-    return max([copied, *(need for need in needs if need > NUMBERS)])
+    peak = max([copied, *(need.peak for need in needs if need.peak > NUMBERS)])
+    flops, moved = (max([getattr(need, name) for need in needs], default=0) for name in ("flops", "moved"))
+    return Need(peak, 0, flops, moved)
 
 
 def _copied(mesh: Mesh, group: Group, opt: Contract) -> int:
@@ -128,7 +132,7 @@ def _fullest(mesh: Mesh, group: Group, opt: Contract, limit: Limit) -> Iterator[
     yield from {seen.rank: (seen, cuts) for _, seen, cuts in fullest.values()}.values()
 
 
-def _need(plan: Plan, mesh: Mesh, group: Group, opt: Contract, cuts: Cuts, rounded: bool) -> int:
+def _need(plan: Plan, mesh: Mesh, group: Group, opt: Contract, cuts: Cuts, rounded: bool) -> Need:
     """What the update of one group needs on one rank."""
     plan = replace(plan, mesh=mesh)
     rounding = Rounding(plan, 0, frozenset([group.id])) if rounded else None
@@ -142,7 +146,7 @@ def _need(plan: Plan, mesh: Mesh, group: Group, opt: Contract, cuts: Cuts, round
                     Pending(opt, steps * (opt.steps or 1) - 1, grads, scale, rounding).apply(shards, [group.id])
             except Exception:  # of a rule that reads values, of a rate that ends; or a step will tell
                 continue
-        return watch.take().peak
+        return watch.take()
     return _sampled(group, opt, cuts)
 
 
@@ -157,9 +161,9 @@ def _without_data(plan: Plan, group: Group, opt: Contract, cuts: Cuts) -> tuple[
     return shards, grads, [param, grad, *made.values()]
 
 
-def _sampled(group: Group, opt: Contract, cuts: Cuts) -> int:
-    """What a rule that reads values makes for itself: what it makes for a few zeros, to scale; 0 if that fails, too."""
-    most = 0
+def _sampled(group: Group, opt: Contract, cuts: Cuts) -> Need:
+    """What a rule that reads values needs: what it does for a few zeros, to scale; nothing if that fails, too."""
+    peak, flops, moved = 0, 0, 0
     for hyper in {cut.hyper: None for cut in cuts if isinstance(opt.grain(cut.hyper), int)}:
         numel = sum([cut.end - cut.begin for cut in cuts if cut.hyper == hyper])
         watch = Activations([])
@@ -171,6 +175,8 @@ def _sampled(group: Group, opt: Contract, cuts: Cuts) -> int:
                 with watch:
                     opt.update([param], [grad], [state], step=2 * (opt.steps or 1), hyper=hyper)
         except Exception:
-            return 0
-        most = max(most, watch.take().peak * numel // len(param))
-    return most
+            return Need(0, 0, 0)
+        need = watch.take()
+        peak = max(peak, need.peak * numel // len(param))
+        flops, moved = flops + need.flops * numel // len(param), moved + need.moved * numel // len(param)
+    return Need(peak, 0, flops, moved)

@@ -74,7 +74,8 @@ def fitted(
     rows = exchange(control, row)
     places = [place_of(text) for text in exchange_text(control, place())]
     ranks = [[*times_of(each[1:].reshape(-1, NUMBERS).tolist())] for each in rows]
-    return fit(schedule, ranks, float(rows[:, 0].mean()), own_processors or processors(places), machine(places), busy)
+    own_processors = own_processors or (processors(places) if comms.plan.mesh.device.type == "cpu" else ACCELERATED)
+    return fit(schedule, ranks, float(rows[:, 0].mean()), own_processors, machine(places), busy)
 
 
 def fitted_by_all(
@@ -92,6 +93,9 @@ def fitted_by_all(
 
 NUMBERS = len(fields(OpTime))
 """Of an op, as ranks exchange them."""
+
+ACCELERATED = 2.0
+"""The processors of a rank that computes on a device of its own: enough, since its compute takes none."""
 
 Place = tuple[str, frozenset[int]]
 """The host of a rank, and the processors that it may run on."""
