@@ -102,14 +102,15 @@ def measure(args: argparse.Namespace) -> int:
     report = Report("foresight", __doc__.splitlines()[0], configuration, medians=before(args))
     machine = Machine(options, args.runs, args.tries or (1 if args.quick else 3))
     begun = time.monotonic()
+    every = MODELS if args.resume else models
     for setting, name in itertools.product(links, models):
         key = f"{setting}: {name}"
         if key in report.medians or (time.monotonic() - begun) / 60 > args.minutes:
             continue
         report.medians[key] = machine.piece(setting, name)
-        told(report, models)
+        told(report, every)
         report.write(args)  # what was measured so far is kept, whatever comes
-    told(report, models)
+    told(report, every)
     if why:
         report.notes.append(f"Links of a rate were left out: {why}.")
     return report.finish(args)
