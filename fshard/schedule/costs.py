@@ -215,7 +215,7 @@ class Costs:
         Args:
             mesh: the ranks. What is not known to grow with them stays.
         """
-        seconds, links, smaller = dict(self.seconds), dict(self.links), 1.0
+        seconds, links = self._updating(mesh), dict(self.links)
         every = max([link.each for link in self.links.values()], default=0.0)
         for kind in STEP_KINDS if self.ranks else ():
             if (kind, "") in seconds:
@@ -228,13 +228,20 @@ class Costs:
                 peers = mesh.axis_size(names) - 1
                 more, copied = peers - link.peers, link.peers / peers if kind in GATHERS and peers else 1.0
                 links[key] = replace(link, peers=peers, sending=link.sending * copied)
-                smaller = (link.peers + 1) / (peers + 1) if kind == "all_gather" else smaller
                 if over:
                     wait = f"wait {kind}", ""
                     seconds[wait] = max(seconds.get(wait, 0.0) + link.each * more, 0.0)
-        for op in [op for op in seconds if op[0] == "update"]:
-            seconds[op] *= 1.0 - self.updates_by_bytes * (1.0 - smaller)
         return replace(self, seconds=seconds, links=links, ranks=mesh.size if self.ranks else 0)
+
+    def _updating(self, mesh: Mesh) -> dict[tuple[str, str], float]:
+        """The seconds of ops where so many ranks shard: the more there are, the smaller is a shard to update."""
+        kept = 1.0
+        for key, link in self.links.items():
+            kind, _, axes = key.partition(" over ")
+            if kind == "all_gather" and link.peers and set(axes.split("+")) <= set(mesh.axis_names):
+                kept = (link.peers + 1) / mesh.axis_size(tuple(axes.split("+")))
+        less = self.updates_by_bytes * (1.0 - kept)
+        return {op: each * (1.0 - less) if op[0] == "update" else each for op, each in self.seconds.items()}
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write them to a JSON file, complete or not at all: a file that was there stays until the new one is whole.
