@@ -76,6 +76,25 @@ def test_functions_without_a_name_are_within_those_that_have_one() -> None:
     assert stacks._qualified("/tmp/fshard.py", 3, "f") == "f"
 
 
+NESTED = """
+class A:
+    def f(self):
+        def g():
+            def h():
+                return 1
+            return h
+        return g
+"""
+
+
+def test_the_innermost_function_of_a_line_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "nested.py"
+    file.write_text(NESTED)
+    monkeypatch.setattr(stacks, "OURS", f"{tmp_path}/")
+    found = [stacks._qualified(str(file), line, name) for line, name in ((6, "h"), (7, "g"), (8, "f"), (2, "A"))]
+    assert found == ["A.f.<locals>.g.<locals>.h", "A.f.<locals>.g", "A.f", "A"]
+
+
 DUMP = """Thread 0x00007f0000000001 [loader 3] (most recent call first):
   File "/a.py", line 3 in f
   ...

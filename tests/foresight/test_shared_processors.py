@@ -1,11 +1,18 @@
 """Costs of ranks that share processors, and costs where more ranks take part."""
 
+from pathlib import Path
+
 import pytest
+import torch
 
 import fshard as fs
+from fshard.errors import PlanError
+from fshard.runtime.execution.timed import Stopwatch
+from fshard.runtime.steps import calibrate
+from fshard.runtime.steps.calibrate import fitted_by_all, op_times
 from fshard.schedule import simulate
 from fshard.schedule.fit import APART, OpTime, Stream, fit
-from tests.foresight.test_calibrate import over
+from tests.foresight.test_calibrate import made, over
 
 
 def test_too_few_processors_are_taken_out_of_what_was_measured() -> None:
@@ -39,3 +46,50 @@ def test_neighbours_that_interrupt_some_ops_are_not_of_these() -> None:
     moved = [OpTime(1.0 + (at % 2) * 2.0, 1.0, 1.0, 0.0) for at, _ in enumerate(schedule)]
     costs, other = (fit(schedule, [row], 0.0, 0.5, "").seconds for row in (usual, moved))
     assert costs == other
+
+
+def test_costs_keep_on_disk_what_goes_by_bytes(tmp_path: Path) -> None:
+    costs = fs.sim.Costs({("update", "u0"): 1.0}, updates_by_bytes=0.25)
+    costs.save(tmp_path / "costs.json")
+    assert fs.sim.read_costs(tmp_path / "costs.json") == costs
+    with pytest.raises(PlanError, match="updates_by_bytes=1.5"):
+        fs.sim.Costs(updates_by_bytes=1.5)
+
+
+def test_a_rank_has_the_processors_that_it_is_said_to_have() -> None:
+    mesh = fs.virtual_mesh((2,), ("shard",))
+    (one, two) = mesh.run(lambda: made(mesh)[1].calibrate(torch.ones(2, 16), rounds=2, processors=0.5))
+    assert one == two and one.processors == 0.5
+    for wrong in (0, -1.0, float("inf")):
+        with pytest.raises(PlanError, match="processors="):
+            mesh.run(lambda wrong=wrong: made(mesh)[1].calibrate(torch.ones(2, 16), processors=wrong))
+
+
+def test_a_rank_that_left_its_schedule_is_told_to_all() -> None:
+    mesh = fs.virtual_mesh((2,), ("shard",))
+
+    def on_a_rank() -> bool:
+        _, step = made(mesh, APART)
+        schedule = step.trace(torch.ones(2, 16)).schedule
+        whole, left = Stopwatch(), Stopwatch()
+        for op in range(len(schedule)):
+            whole.begin(op)
+            whole.end(op)
+        comms = step.programs.comms
+        assert fitted_by_all(comms, schedule, [whole] * 3) is not None
+        return fitted_by_all(comms, schedule, [whole, left if mesh.rank else whole]) is None
+
+    assert mesh.run(on_a_rank) == [True, True]
+
+
+def test_what_reading_the_clocks_takes_is_no_time_of_ops(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(calibrate, "readings", lambda: ((0.5, 0.25, 0.125), (1.0, 0.5, 0.25)))
+    watch = Stopwatch(
+        begins={0: (0.0, 0.0, 0.0), 1: (4.0, 3.0, 3.0), 2: (8.0, 4.0, 4.0)},
+        ends={0: (2.0, 1.0, 1.0), 1: (4.25, 3.0, 3.0), 2: (9.0, 5.0, 5.0)},
+    )
+    first, second, last = op_times([watch], 3)[0]
+    assert first == OpTime(1.5, 0.75, 0.875, gap=1.0, gap_thread=1.5)
+    assert second == OpTime(0.0, 0.0, 0.0, gap=2.75, gap_thread=0.5)  # never less than nothing
+    assert last == OpTime(0.5, 0.75, 0.875, gap=0.0, gap_thread=0.0)
+    assert op_times([watch], 4) == [[]]
