@@ -39,7 +39,7 @@ def held(source: str, file: str) -> Iterator[int]:
 
 def test_the_stack_of_another_thread_has_its_lines() -> None:
     with held("def f():\n    wait()\n\nf()\n", "/tmp/ä/中 😀.py") as thread:
-        found = [place for place in stack_of(thread) if place.file.startswith("/tmp")]
+        found = [place for place in stack_of(thread) if place.file.endswith("😀.py")]
     assert found == [Place("", "f", "/tmp/ä/中 😀.py", 2), Place("", "<module>", "/tmp/ä/中 😀.py", 4)]
 
 

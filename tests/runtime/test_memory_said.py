@@ -108,7 +108,11 @@ EITHER = [(name, update) for name in OPTIMIZERS for update in ("deferred", "in_b
 
 @pytest.mark.parametrize(("name", "update"), [pair for pair in EITHER if pair != ("every", "in_backward")])
 def test_what_an_optimizer_makes_for_itself_counts(name: str, update: str) -> None:
-    found = measured(OPTIMIZERS[name], schedule=fs.Policy(update=update))
+    torch._C._set_mkldnn_enabled(False)  # on some processors, its products in bfloat16 take more
+    try:
+        found = measured(OPTIMIZERS[name], schedule=fs.Policy(update=update))
+    finally:
+        torch._C._set_mkldnn_enabled(True)
     assert agrees(found), found
 
 

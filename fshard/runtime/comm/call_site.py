@@ -93,8 +93,8 @@ def op_of(thread: int | None = None) -> str:
     found = next((one for one in threading.enumerate() if one.ident == ident), None)
     if isinstance(found, HelperThread):
         return op_of(found.caller)
-    for function in [place.function for place in stack_of(ident)]:
-        if (computing := PLACES.get(function)) is not None:
+    for frame in stack_of(ident):
+        if (computing := PLACES.get(frame.function)) is not None:
             executor: Any = getattr(found, EXECUTOR, lambda: None)()
             return str(executor.place(computing)) if hasattr(executor, "place") else ""
     return ""

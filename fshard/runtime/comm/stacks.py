@@ -89,6 +89,7 @@ def _unescaped(text: str) -> str:
     return re.sub(r"\\(?:x(..)|u(.{4})|U(.{8}))", lambda found: chr(int(found[found.lastindex or 1], 16)), text)
 
 
+@cache
 def _module(file: str) -> str:
     """The module of a file, empty if none that is loaded comes from it."""
     if file.startswith(OURS):
