@@ -255,14 +255,9 @@ def placed(setting: Setting, costs: Costs) -> Costs:
 
 
 def slower(link: Link, share: float) -> Link:
-    """A link of a part of the rate: all that happens on the way takes as many times longer, latency included.
-
-    TCP sends what a link carries in about a millisecond at once, so slower links interrupt more often for as many
-    bytes: half of the work beside compute is taken to be by bytes, and half by time. (8, 13 and 26 ns a byte were seen
-    at 1 Gbit/s, 500 and 200 Mbit/s. This share is the only figure here that knows of slower links.)
-    """
+    """A link of a part of the rate: all that happens on the way takes as many times longer, latency included."""
     rates = {"bytes_per_s": link.bytes_per_s * share, "peak": link.peak * share}
-    return replace(link, **rates, latency=link.latency / share, beside=link.beside * (1 + 1 / share) / 2)
+    return replace(link, **rates, latency=link.latency / share)
 
 
 def told(report: Report, models: Sequence[str]) -> None:
