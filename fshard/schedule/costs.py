@@ -215,7 +215,10 @@ class Costs:
         Args:
             mesh: the ranks. What is not known to grow with them stays.
         """
-        seconds, links = self._updating(mesh), dict(self.links)
+        kept = self._kept(mesh)
+        longer = 1.0 - self.updates_by_bytes * (1.0 - kept)  # what updates take, of what they took
+        seconds = {op: each * longer if op[0] == "update" else each for op, each in self.seconds.items()}
+        links, by_bytes = dict(self.links), self.updates_by_bytes * kept / longer
         every = max([link.each for link in self.links.values()], default=0.0)
         for kind in STEP_KINDS if self.ranks else ():
             if (kind, "") in seconds:
@@ -231,17 +234,17 @@ class Costs:
                 if over:
                     wait = f"wait {kind}", ""
                     seconds[wait] = max(seconds.get(wait, 0.0) + link.each * more, 0.0)
-        return replace(self, seconds=seconds, links=links, ranks=mesh.size if self.ranks else 0)
+        ranks = mesh.size if self.ranks else 0
+        return replace(self, seconds=seconds, links=links, ranks=ranks, updates_by_bytes=by_bytes)
 
-    def _updating(self, mesh: Mesh) -> dict[tuple[str, str], float]:
-        """The seconds of ops where so many ranks shard: the more there are, the smaller is a shard to update."""
+    def _kept(self, mesh: Mesh) -> float:
+        """The part of a shard that is left to update where so many ranks shard."""
         kept = 1.0
         for key, link in self.links.items():
             kind, _, axes = key.partition(" over ")
             if kind == "all_gather" and link.peers and set(axes.split("+")) <= set(mesh.axis_names):
                 kept = (link.peers + 1) / mesh.axis_size(tuple(axes.split("+")))
-        less = self.updates_by_bytes * (1.0 - kept)
-        return {op: each * (1.0 - less) if op[0] == "update" else each for op, each in self.seconds.items()}
+        return kept
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write them to a JSON file, complete or not at all: a file that was there stays until the new one is whole.

@@ -39,6 +39,23 @@ def test_more_ranks_that_shard_have_less_to_update() -> None:
         assert costs.among(four).seconds[op] == pytest.approx(costs.seconds[op] * (1 - costs.updates_by_bytes / 2))
 
 
+@pytest.mark.parametrize("by_bytes", [0.0, 0.3, 1.0])
+@pytest.mark.parametrize("kind", ["all_gather", "reduce_scatter"])
+def test_the_way_from_mesh_to_mesh_does_not_matter(by_bytes: float, kind: str) -> None:
+    link = fs.sim.Link(1e9, sending=0.06, each=0.1, peers=1)
+    seconds = {("update", "u0"): 8.0, (f"wait {kind}", ""): 1.0, ("handshake", ""): 1.0}
+    links = {"shard": link, f"{kind} over shard": link}
+    costs = fs.sim.Costs(seconds, links=links, ranks=2, updates_by_bytes=by_bytes)
+    few, many = fs.abstract_mesh((4,), ("shard",)), fs.abstract_mesh((64,), ("shard",))
+    at_once, later = costs.among(many), costs.among(few).among(many)
+    assert at_once.seconds == pytest.approx(later.seconds) and at_once.ranks == later.ranks == 64
+    assert at_once.updates_by_bytes == pytest.approx(later.updates_by_bytes)
+    for name, each in at_once.links.items():
+        assert vars(each) == pytest.approx(vars(later.links[name]))
+    back = costs.among(few).among(fs.abstract_mesh((2,), ("shard",)))
+    assert back.seconds == pytest.approx(costs.seconds) and back.updates_by_bytes == pytest.approx(by_bytes)
+
+
 def test_neighbours_that_interrupt_some_ops_are_not_of_these() -> None:
     """Where ranks share a processor, all of an op's time on the wall may be somebody else's."""
     schedule = over(2, APART)

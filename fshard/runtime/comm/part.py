@@ -7,6 +7,7 @@ from typing import Any, cast
 
 import torch.distributed as dist
 
+from fshard.runtime.comm.gloo_threads import without_interrupting
 from fshard.runtime.comm.processes import ProcessTransport
 from fshard.sharding.part import PartMesh
 
@@ -46,7 +47,8 @@ class PartTransport(ProcessTransport):
                 return super()._group(ranks, backend, use_local_synchronization=True)
         name, c10d = f"{self._begin}/{number}", cast(Any, dist)  # neither stores nor backends are exported
         store = c10d.PrefixStore(name, c10d.distributed_c10d._get_default_store())
-        group = c10d.ProcessGroupGloo(store, list(ranks).index(self.mesh.rank), len(ranks), self.timeout)
+        with without_interrupting():
+            group = c10d.ProcessGroupGloo(store, list(ranks).index(self.mesh.rank), len(ranks), self.timeout)
         self._names[group] = name
         return group
 

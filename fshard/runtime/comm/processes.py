@@ -17,6 +17,7 @@ from fshard.runtime.comm.cuts import Cuts
 from fshard.runtime.comm.exchange import exchange, exchange_text
 from fshard.runtime.comm.flight import Flight
 from fshard.runtime.comm.gloo import GlooCommunicator
+from fshard.runtime.comm.gloo_threads import without_interrupting
 from fshard.runtime.comm.host import HostCommunicator
 from fshard.runtime.comm.links import Link, Rendezvous, close_links, host_key
 from fshard.runtime.comm.nccl import NcclCommunicator
@@ -230,7 +231,8 @@ class ProcessTransport:
         options |= {"timeout": self.timeout, "backend": backend}
         if backend == "nccl":
             options["device_id"] = self.mesh.device
-        group = dist.new_group([self.mesh.members[rank] for rank in ranks], **options)
+        with without_interrupting():
+            group = dist.new_group([self.mesh.members[rank] for rank in ranks], **options)
         if self.mesh.rank not in ranks:
             return None
         self.groups.append(group)

@@ -1,0 +1,57 @@
+"""gloo's threads of sockets do not interrupt the thread that holds the lock they would spin for."""
+
+import os
+import threading
+
+import pytest
+
+import fshard as fs
+from fshard.runtime.comm import gloo_threads
+from fshard.runtime.comm.gloo_threads import without_interrupting
+from tests.shared.workers import Pools
+
+pytestmark = pytest.mark.skipif(not hasattr(os, "SCHED_BATCH"), reason="a policy of Linux")
+
+
+def policies_of_threads() -> tuple[list[int], list[int], int]:
+    """On a rank: the policies of gloo's threads before there is a mesh, of those that it adds, and of this thread."""
+    before = gloo_threads._threads()
+    with fs.make_mesh((-1,), ("shard",), shared_memory=False) as mesh:
+        for role in ("control", "all_gather", "reduce_scatter"):
+            mesh.transport.communicator(role, ("shard",))
+        added = gloo_threads._threads() - before
+        own, others = [*map(os.sched_getscheduler, added)], [*map(os.sched_getscheduler, before)]
+        return others, own, os.sched_getscheduler(0)
+
+
+@pytest.mark.processes
+def test_only_the_threads_of_own_groups_change(pool: Pools) -> None:
+    """Those of groups that were there stay as they are, and so does the thread that computes."""
+    for others, own, main in pool(2).run(policies_of_threads):
+        assert len(own) >= 3 and set(own) == {os.SCHED_BATCH}
+        assert others and set(others) == {os.SCHED_OTHER} and main == os.SCHED_OTHER
+
+
+@pytest.mark.parametrize("name, given, wanted", [
+    (gloo_threads.NAME, os.SCHED_OTHER, os.SCHED_BATCH),
+    (gloo_threads.NAME, os.SCHED_IDLE, os.SCHED_IDLE),
+    ("another", os.SCHED_OTHER, os.SCHED_OTHER),
+])  # fmt: skip
+def test_threads_of_another_name_or_policy_keep_it(name: str, given: int, wanted: int) -> None:
+    born, over, found = threading.Event(), threading.Event(), list[int]()
+
+    def live() -> None:
+        with open("/proc/thread-self/comm", "w") as file:
+            file.write(name)
+        os.sched_setscheduler(0, given, os.sched_param(0))
+        born.set()
+        over.wait(20.0)
+        found.append(os.sched_getscheduler(0))
+
+    thread = threading.Thread(target=live)
+    with without_interrupting():
+        thread.start()
+        assert born.wait(20.0)
+    over.set()
+    thread.join(20.0)
+    assert found == [wanted]
