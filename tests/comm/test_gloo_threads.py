@@ -4,6 +4,7 @@ import os
 import threading
 
 import pytest
+import torch.distributed as dist
 
 import fshard as fs
 from fshard.runtime.comm import gloo_threads
@@ -14,22 +15,24 @@ pytestmark = pytest.mark.skipif(not hasattr(os, "SCHED_BATCH"), reason="a policy
 
 
 def policies_of_threads() -> tuple[list[int], list[int], int]:
-    """On a rank: the policies of gloo's threads before there is a mesh, of those that it adds, and of this thread."""
+    """On a rank: the policies of gloo's threads of a mesh, of a group that was made without it, and of this thread."""
     before = gloo_threads._threads()
     with fs.make_mesh((-1,), ("shard",), shared_memory=False) as mesh:
         for role in ("control", "all_gather", "reduce_scatter"):
             mesh.transport.communicator(role, ("shard",))
-        added = gloo_threads._threads() - before
-        own, others = [*map(os.sched_getscheduler, added)], [*map(os.sched_getscheduler, before)]
-        return others, own, os.sched_getscheduler(0)
+        own = gloo_threads._threads() - before
+        group = dist.new_group(backend="gloo")
+        other = gloo_threads._threads() - before - own
+        found = [*map(os.sched_getscheduler, own)], [*map(os.sched_getscheduler, other)], os.sched_getscheduler(0)
+        dist.destroy_process_group(group)
+        return found
 
 
 @pytest.mark.processes
 def test_only_the_threads_of_own_groups_change(pool: Pools) -> None:
-    """Those of groups that were there stay as they are, and so does the thread that computes."""
-    for others, own, main in pool(2).run(policies_of_threads):
+    for own, others, main in pool(2).run(policies_of_threads):
         assert len(own) >= 3 and set(own) == {os.SCHED_BATCH}
-        assert others and set(others) == {os.SCHED_OTHER} and main == os.SCHED_OTHER
+        assert set(others) == {os.SCHED_OTHER} and main == os.SCHED_OTHER
 
 
 @pytest.mark.parametrize("name, given, wanted", [

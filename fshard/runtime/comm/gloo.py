@@ -4,6 +4,9 @@ gloo's own reduce-scatter is an all-reduce: twice the bytes, finished inside ``w
 copy everything once more. Here every rank sends each peer only what that peer needs, straight from where
 it lies to where it belongs, all pairs at the same time, and adds what it receives in the order of ranks. That is the
 fewest bytes, no copies, and the same sum in every run.
+
+Receives are posted before sends. gloo's receiver tells the sender that it is ready, over the connection that its own
+bytes take: behind them, the rank that comes first could not send before it has received all.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -62,9 +65,9 @@ class GlooCommunicator:
         with self._messages("all-gather") as messages:
             tag, peers = self._tag("g", shard), self._peers()
             for peer in peers:
-                messages.send(shard, peer, tag)
-            for peer in peers:
                 messages.receive(rows[peer], peer, tag)
+            for peer in peers:
+                messages.send(shard, peer, tag)
         rows[self.group.rank()].copy_(shard)
         return MessageHandle(messages, (out, shard))
 
@@ -75,12 +78,13 @@ class GlooCommunicator:
             sent, me, peers = full.view(self.size, -1), self.group.rank(), self._peers()
             rows = list(stage[: full.numel() - out.numel()].view(self.size - 1, -1))
             rows.insert(me, sent[me])
-            for cut in pieces(out):
-                tag = self._tag("s", sent[me][cut])
-                for peer in peers:
-                    messages.send(sent[peer][cut], peer, tag)
+            cuts = [(cut, self._tag("s", sent[me][cut])) for cut in pieces(out)]
+            for cut, tag in cuts:
                 arrivals = {peer: messages.receive(rows[peer][cut], peer, tag) for peer in peers}
                 parts.append(Sum(out[cut], [row[cut] for row in rows], arrivals, add))
+            for cut, tag in cuts:
+                for peer in peers:
+                    messages.send(sent[peer][cut], peer, tag)
         return MessageHandle(messages, (full, stage), parts)
 
     def all_reduce(self, buffer: Tensor, after: Events = ()) -> Handle:
@@ -94,11 +98,11 @@ class GlooCommunicator:
         with self._messages("all-to-all") as messages:
             tag, peers = self._tag("a", out[:0]), self._peers()
             for peer in peers:
-                if to[peer].numel():
-                    messages.send(to[peer], peer, tag)
-            for peer in peers:
                 if into[peer].numel():
                     messages.receive(into[peer], peer, tag)
+            for peer in peers:
+                if to[peer].numel():
+                    messages.send(to[peer], peer, tag)
         me = self.group.rank()
         into[me].copy_(to[me])
         return MessageHandle(messages, (out, full))
