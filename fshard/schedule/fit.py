@@ -8,7 +8,8 @@ of transfers tells its steady rate, and how many bytes go before that at once.
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from statistics import fmean
+from itertools import combinations
+from statistics import fmean, median
 from types import MappingProxyType
 
 from fshard.errors import PlanError
@@ -103,10 +104,6 @@ SLOWER = 1.1
 SETTLED = 1.25
 """A series has come to the steady rate if its second half was no faster than this, compared with that rate."""
 
-WINDOWS = 4
-"""Stretches in the second half of a series. The fastest counts: in others, something else may have run."""
-
-
 def settled(series: Sequence[Sequence[float]], sent: int) -> Stream:
     """What a link does, from series of equal transfers, which come to its steady rate in the longest ones at least.
 
@@ -118,7 +115,7 @@ def settled(series: Sequence[Sequence[float]], sent: int) -> Stream:
     Stream(rate=200.0, burst=200.0, each=0.0, peers=0, beside=0.0, together=1)
     """
     most = max(map(len, series))
-    rate, burst = max(_fastest(times, sent) for times in series if len(times) == most), 0.0
+    rate, burst = max(_steady(times, sent) for times in series if len(times) == most), 0.0
     for times in series:
         burst += len(times) * sent - rate * times[-1]
         if _second_half(times, sent) <= SETTLED * rate:
@@ -126,11 +123,11 @@ def settled(series: Sequence[Sequence[float]], sent: int) -> Stream:
     return Stream(rate, max(burst, 0.0))
 
 
-def _fastest(times: Sequence[float], sent: int) -> float:
-    """Bytes a second in the fastest stretch of the second half."""
-    half, width = len(times) // 2, max(len(times) // 2 // WINDOWS, 1)
-    spans = [times[at + width - 1] - times[at - 1] for at in range(half, len(times) - width + 1)]
-    return width * sent / max(min(spans), 1e-9)
+def _steady(times: Sequence[float], sent: int) -> float:
+    """Bytes a second in the second half: the median over its stretches, for in some of them something else may run."""
+    half, width = len(times) // 2, max(len(times) // 4, 1)
+    spans = [times[at + width] - times[at] for at in range(half - 1, len(times) - width)]
+    return width * sent / max(median(spans), 1e-9)
 
 
 def _second_half(times: Sequence[float], sent: int) -> float:
@@ -289,10 +286,30 @@ def _busy(
         own[key] = replace(link, each=stream.each, peers=stream.peers, beside=beside)
     if not own or stream.rate == math.inf:
         return own
+    every = [sample for key in own for sample in found[key]]
+    ahead = _ahead(every, stream)
+    if ahead > 0:
+        settled = {"bytes_per_s": stream.rate, "burst": ahead, "latency": 0.0, "peak": math.inf}
+        return {key: replace(link, **settled, together=stream.together) for key, link in own.items()}
     if not all([_shaped(link, stream, slow) for link in own.values()]):
         return {key: _bounded(link, found[key], stream) for key, link in own.items()}
-    late = _delayed([sample for key in own for sample in found[key]], stream, period)
+    late = _delayed(every, stream, period)
     return {key: _burst(link, [each for each in found[key] if each not in late], stream) for key, link in own.items()}
+
+
+def _ahead(samples: Sequence[Sample], stream: Stream) -> float:
+    """The bytes by which transfers apart from each other are ahead of the steady rate, if all have it; else 0.
+
+    Whether they have it says the slope of their times by size: the median of those of all pairs (Theil and Sen), for
+    some waits are longer by what else the machine does.
+    """
+    pairs = [(a, b) for a, b in combinations(samples, 2) if a.sent != b.sent]
+    if not pairs:
+        return 0.0
+    slope = median([(a.carried - b.carried) / (a.sent - b.sent) for a, b in pairs])
+    if not 1 / SLOWER < slope * stream.rate < SLOWER:
+        return 0.0
+    return fmean([sample.sent - stream.rate * sample.carried for sample in samples])
 
 
 def _bounded(link: Link, samples: Sequence[Sample], stream: Stream) -> Link:

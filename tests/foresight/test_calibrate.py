@@ -162,7 +162,7 @@ def test_transfers_of_one_size_have_a_latency_where_the_busy_link_says_so() -> N
     assert (blind.latency, blind.bytes_per_s) == pytest.approx((0.0, sent / (0.5 + sent / 100.0)))
 
 
-def test_the_rate_of_a_link_is_that_of_its_fastest_stretch() -> None:
+def test_the_rate_of_a_link_is_that_of_most_stretches_of_its_fastest_series() -> None:
     steady = [2.0 * (n + 1) for n in range(64)]
     disturbed = [time + 20.0 * (n > 34) + 9.0 * (n > 60) for n, time in enumerate(steady)]
     assert settled([steady], 100).rate == pytest.approx(50.0)
