@@ -7,7 +7,6 @@ when the last of them has come.
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,13 +16,11 @@ from fshard.schedule.costs import Costs, Noise
 from fshard.schedule.ops import STEP_KINDS, Op
 from fshard.schedule.schedule import Schedule
 from fshard.schedule.transfers import Transfer, awaited, started
+from fshard.schedule.wires import Passing, Time, Wire, covered
 from fshard.sharding.mesh import Mesh
 
 BEFORE = 3
 """Steps before the one that is told: by then, bursts are as in all later ones."""
-
-Time = Any
-"""Seconds: a float, or a tensor with one for each rank."""
 
 
 @dataclass
@@ -59,10 +56,10 @@ class Clock:
         self.now: Time = 0.0
         self.owed: Time = 0.0
         self.done: Time = 0.0
-        self.lanes: dict[str, list[Time]] = {}  # when each transfer of a communicator has arrived
-        self.steady: dict[str, Time] = {}
-        self.until: dict[str, Time] = {}  # when all transfers of a wire have arrived
-        self.arrivals: dict[tuple[str, str], tuple[Time, Time]] = {}
+        self.wires: dict[str, Wire] = {}
+        self.lanes: dict[str, list[Passing]] = {}  # the transfers of a communicator
+        self.carried: dict[str, list[Passing]] = {}  # those of a wire
+        self.under_way: dict[tuple[str, str], tuple[int, Passing | None, Time]] = {}  # issued, bytes, work that is owed
         self.ticks = Ticks()
 
     def run(self) -> Ticks:
@@ -71,14 +68,11 @@ class Clock:
         for _ in range(BEFORE if any(wires) else 0):
             self._all()
             over = self.now + self.costs.host * self.slow
-            self._begin({wire: steady - over for wire, steady in self.steady.items()})
+            for wire in self.wires.values():
+                wire.begin(over)
+            self.now, self.owed, self.done, self.ticks = 0.0 * self.now, 0.0, 0.0, Ticks()
+            self.lanes, self.carried, self.under_way = {}, {}, {}
         return self._all()
-
-    def _begin(self, steady: dict[str, Time]) -> None:
-        """Begin a step, in which links would be done at these times at their steady rates."""
-        self.steady, self.now = steady, 0.0 * self.now
-        self.owed = self.done = 0.0
-        self.lanes, self.until, self.arrivals, self.ticks = {}, {}, {}, Ticks()
 
     def _all(self) -> Ticks:
         ticks = self.ticks
@@ -87,6 +81,9 @@ class Clock:
             start, end = self._take(at, op)
             ticks.starts.append(self.read(start))
             ticks.ends.append(self.read(end))
+        for wire, carried in self.carried.items():
+            spans = [(self.read(each.start), self.read(each.arrival(self.larger))) for each in carried]
+            ticks.busy[wire] = covered(spans)
         return ticks
 
     def read(self, time: Time) -> float:
@@ -108,14 +105,14 @@ class Clock:
             transfer = self.transfers.get((op.kind, op.target))
             if transfer is None:
                 self._work(op, seconds)
-                self.arrivals[op.kind, op.target] = self.now, self.owed
+                self.under_way[op.kind, op.target] = at, None, self.owed
                 return self.now, self.now
-            return self._start(op, transfer, seconds)
+            return self._start(at, op, transfer, seconds)
         start, row = self.now, awaited(op.kind)
         if row is not None:
-            if (row.name, op.target) not in self.arrivals:
+            if (row.name, op.target) not in self.under_way:
                 raise refusals.broken_lifetime(f"{row.name} of {op.target}", at, str(op), "none is in flight")
-            self._arrive(*self.arrivals.pop((row.name, op.target)))
+            self._arrive(*self.under_way.pop((row.name, op.target)))
             transfer = self.transfers.get((row.name, op.target))
             if transfer is not None:
                 seconds += transfer.sent * self.costs.carrier(transfer)[1].taking
@@ -124,32 +121,30 @@ class Clock:
         self._work(op, seconds)
         return start, self.now
 
-    def _start(self, op: Op, transfer: Transfer, seconds: float) -> tuple[Time, Time]:
-        """Begin and end of a transfer that is started now."""
-        wire, link = self.costs.carrier(transfer)
+    def _start(self, at: int, op: Op, transfer: Transfer, seconds: float) -> tuple[Time, Time]:
+        """Begin and end of a transfer that is started now, as far as that is known."""
+        name, link = self.costs.carrier(transfer)
         self._work(op, seconds + transfer.sent * link.sending)
+        wire = self.wires.setdefault(name, Wire(self.larger, self.smaller))
         lane = self.lanes.setdefault(f"{transfer.kind}({transfer.axes})", [])
-        free = lane[-link.together] if len(lane) >= link.together else 0.0
+        free = lane[-link.together].arrival(self.larger) if len(lane) >= link.together else 0.0
         start = self.larger(self.meet(self.now, transfer.axes), free) + link.latency
-        # When the link would be done at its steady rate, without the burst (the generic cell rate algorithm).
-        before, ahead = self.steady.get(wire, 0.0), link.burst / link.bytes_per_s
-        start = self.larger(start, before - ahead)
-        steady = self.larger(start, before) + transfer.sent / link.bytes_per_s
-        end = self.larger(start + transfer.sent / link.peak, steady - ahead)
-        self.steady[wire] = steady
-        lane.append(end)
-        until = self.larger(start, self.until.get(wire, 0.0))
-        self.until[wire] = self.larger(until, end)
+        needs, least = transfer.sent / link.bytes_per_s, start + transfer.sent / link.peak
+        passing = wire.add(f"{transfer.kind}({transfer.axes})", start, needs, least, link.burst / link.bytes_per_s)
+        lane.append(passing)
+        self.carried.setdefault(name, []).append(passing)
         self.owed = self.owed + transfer.sent * link.beside * self.slow * self.shared
-        self.arrivals[op.kind, op.target] = end, self.owed
-        self.ticks.busy[wire] = self.ticks.busy.get(wire, 0.0) + self.read(self.until[wire] - until)
+        self.under_way[op.kind, op.target] = at, passing, self.owed
         self.ticks.sent += transfer.sent
-        return start, end
+        return start, passing.arrival(self.larger)
 
-    def _arrive(self, arrival: Time, owed: Time) -> None:
+    def _arrive(self, issued: int, passing: Passing | None, owed: Time) -> None:
         """Wait until a transfer has arrived, and the work that was owed at its start is done."""
         before = self.now
-        self.now = self.larger(self.now, arrival)
+        if passing is not None:
+            arrival = passing.arrival(self.larger)
+            self.ticks.ends[issued] = self.read(arrival)
+            self.now = self.larger(self.now, arrival)
         self.done = self.smaller(self.owed, self.done + (self.now - before))
         rest = self.larger(owed - self.done, 0.0 * self.now)
         self.now, self.done = self.now + rest, self.done + rest

@@ -8,6 +8,7 @@ of transfers tells its steady rate, and how many bytes go before that at once.
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import combinations
 from statistics import fmean, median
 from types import MappingProxyType
@@ -83,7 +84,6 @@ class Stream:
         burst: bytes that have gone at once before.
         each: seconds of its thread for the message to a peer, and that from it.
         peers: how many it has.
-        beside: seconds that other threads, and the kernel, take from compute for each byte.
         together: transfers of a communicator that may be on their way at once.
     """
 
@@ -91,7 +91,6 @@ class Stream:
     burst: float
     each: float = 0.0
     peers: int = 0
-    beside: float = 0.0
     together: int = 1
 
 
@@ -104,6 +103,7 @@ SLOWER = 1.1
 SETTLED = 1.25
 """A series has come to the steady rate if its second half was no faster than this, compared with that rate."""
 
+
 def settled(series: Sequence[Sequence[float]], sent: int) -> Stream:
     """What a link does, from series of equal transfers, which come to its steady rate in the longest ones at least.
 
@@ -112,7 +112,7 @@ def settled(series: Sequence[Sequence[float]], sent: int) -> Stream:
         sent: bytes that a rank sends for each.
 
     >>> settled([[0.0, 0.0, 0.5, 1.0]], 100)
-    Stream(rate=200.0, burst=200.0, each=0.0, peers=0, beside=0.0, together=1)
+    Stream(rate=200.0, burst=200.0, each=0.0, peers=0, together=1)
     """
     most = max(map(len, series))
     rate, burst = max(_steady(times, sent) for times in series if len(times) == most), 0.0
@@ -279,18 +279,15 @@ def _busy(
     period: float,
 ) -> dict[str, Link]:
     """The links over some axes, with what they do that are kept busy. Steps take ``period`` seconds."""
-    own = {key: link for key, link in links.items() if key.endswith(f" over {axes}")}
-    for key, link in own.items():
-        # The time of the process lacks what the kernel does; compute loses nothing where it has a processor more.
-        beside = max(link.beside, stream.beside / slow)
-        own[key] = replace(link, each=stream.each, peers=stream.peers, beside=beside)
+    kinds = {key: link for key, link in links.items() if key.endswith(f" over {axes}")}
+    own = {key: replace(link, each=stream.each, peers=stream.peers) for key, link in kinds.items()}
     if not own or stream.rate == math.inf:
         return own
     every = [sample for key in own for sample in found[key]]
     ahead = _ahead(every, stream)
     if ahead > 0:
-        settled = {"bytes_per_s": stream.rate, "burst": ahead, "latency": 0.0, "peak": math.inf}
-        return {key: replace(link, **settled, together=stream.together) for key, link in own.items()}
+        same = partial(replace, bytes_per_s=stream.rate, burst=ahead, latency=0.0, peak=math.inf)
+        return {key: same(link, together=stream.together) for key, link in own.items()}
     if not all([_shaped(link, stream, slow) for link in own.values()]):
         return {key: _bounded(link, found[key], stream) for key, link in own.items()}
     late = _delayed(every, stream, period)

@@ -3,10 +3,10 @@
 The model has one device a rank, which runs forwards, backwards, updates and the code between passes in the order of the
 schedule, and communicators beside it: one for each kind of transfer over each set of mesh axes. A communicator
 carries one transfer at a time, or as many as its link says, in the order of issue. Communicators over one link share
-it: who asked first is served first. The wait of a transfer holds the device until it has arrived; that time is
+it in equal parts, as connections do. The wait of a transfer holds the device until it has arrived; that time is
 *exposed*. Threads that carry transfers take processor time from compute, as far as a rank has no second processor.
-Times are sums and maxima of costs and nothing else, so that none of them gets longer when a cost gets smaller; but a
-link that lets bursts pass gains fewer bytes in a shorter step.
+Where each communicator has a link of its own no time gets longer when a cost gets smaller; but where some share one, a
+transfer that begins sooner makes others later, and a link that lets bursts pass gains fewer bytes in a shorter step.
 
 Without noise all ranks are alike, and one is simulated. With it all of a mesh are: a transfer begins when the last of
 the ranks that take part has come.
@@ -29,6 +29,7 @@ from fshard.schedule.costs import Costs, Noise
 from fshard.schedule.ops import LOCAL, ROOT, Op
 from fshard.schedule.schedule import Schedule
 from fshard.schedule.transfers import awaited
+from fshard.schedule.wires import covered
 from fshard.sharding.mesh import Mesh
 
 
@@ -248,19 +249,6 @@ def measured(
             spans.setdefault(moves[row.name, op.target].axes, []).append((starts[begun], ends[begun]))
     wire = max(map(covered, spans.values()), default=0.0)
     return Simulation(schedule, tuple(issued[:-1]), tuple(starts), tuple(ends), issued[-1] - held, wire, total)
-
-
-def covered(spans: Sequence[tuple[float, float]]) -> float:
-    """The time in which at least one of these spans is under way.
-
-    >>> covered([(0, 2), (1, 3), (5, 6)])
-    4.0
-    """
-    total, reached = 0.0, float("-inf")
-    for begin, end in sorted(spans):
-        total += max(0.0, end - max(begin, reached))
-        reached = max(reached, end)
-    return total
 
 
 def time_text(seconds: float) -> str:

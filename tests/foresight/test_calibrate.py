@@ -188,15 +188,6 @@ def test_a_link_that_is_not_shaped_has_a_rate_when_it_is_busy_and_one_for_a_tran
     assert both[0] < 0.9 * both[1] if rate > SLOW.bytes_per_s else both[0] == pytest.approx(both[1], rel=1e-3)
 
 
-def test_what_compute_loses_to_transfers_counts_where_it_is_more_than_the_time_of_their_threads() -> None:
-    schedule = over(3, APART)
-    rows = [timed(schedule, Costs(QUICK, links={"shard": LINK}, processors=0.5))]
-    for lost, found in ((5e-3, 2.5e-3), (1e-3, LINK.beside)):  # two ranks share a processor
-        stream = Stream(LINK.bytes_per_s, 0.0, beside=lost)
-        links = fit(schedule, rows, 0.0, 0.5, "", {"shard": stream}).links
-        assert [link.beside for link in links.values()] == pytest.approx([found] * len(links), rel=1e-6)
-
-
 def test_code_between_units_belongs_to_the_unit_before() -> None:
     schedule = over(2, APART)
     at = next(at for at, op in enumerate(schedule) if op.kind == "forward" and op.target == "u0")

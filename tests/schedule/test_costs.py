@@ -16,7 +16,7 @@ from fshard.schedule.costs import Noise, read_costs
 from fshard.schedule.footprint import Need
 from fshard.schedule.machines import DEVICES, LINKS, Cluster, named_device, named_link, speed
 from tests.schedule.cases import recipes
-from tests.schedule.test_simulate import chain
+from tests.schedule.test_simulate import assume_wires_of_their_own, chain
 
 AHEAD = Policy(prefetch=1)
 
@@ -114,10 +114,10 @@ def test_a_kind_of_transfer_has_its_own_link_on_the_wire_of_its_axes() -> None:
     links = {"shard": Link(100.0), "reduce_scatter over shard": Link(50.0)}
     run = simulate(schedule, Costs(SECONDS, links=links))
     spans = [(run.starts[at], run.ends[at]) for at, op in enumerate(schedule) if op.kind == "reduce_scatter"]
-    assert [end - start for start, end in spans] == [2.0, 2.0]
     gathers = [(run.starts[at], run.ends[at]) for at, op in enumerate(schedule) if op.kind == "all_gather"]
-    both = sorted(spans + gathers)
-    assert all(a[1] <= b[0] for a, b in zip(both, both[1:], strict=False))
+    # The first reduction and the last gather begin together: each has half of the wire, as long as both need it.
+    assert [end - start for start, end in spans] == [3.0, 2.0]
+    assert [end - start for start, end in gathers] == [1.0, 1.0, 2.0] and run.wire == 7.0
     assert run.sent_by_axes == {"shard": 500} and set(run.exposed_by_kind) == {"all_gather", "reduce_scatter"}
 
 
@@ -137,6 +137,7 @@ def priced(draw: st.DrawFn) -> tuple[Schedule, Costs, float]:
 @given(priced())
 def test_nothing_gets_slower_when_work_beside_falls(case: tuple[Schedule, Costs, float]) -> None:
     schedule, costs, factor = case
+    assume_wires_of_their_own(schedule, costs)
     link = costs.link
     cheap = Costs(
         costs.seconds,

@@ -22,6 +22,7 @@ from torch import Tensor, empty
 
 from fshard.errors import CommError
 from fshard.runtime.comm.communicator import Events, Handle, Sizes, chunks
+from fshard.runtime.comm.gloo_threads import hand_over
 from fshard.runtime.comm.pending import naming_errors
 from fshard.runtime.comm.row_sums import sum_rows
 from fshard.runtime.comm.watchdog import Watchdog
@@ -185,6 +186,7 @@ class Messages:
 
     def send(self, part: Tensor, peer: int, tag: int) -> None:
         """Send to a peer."""
+        hand_over()  # gloo's thread may have to read that the peer is ready: then the message goes at once
         self.works.append(self.comm.group.send([part], peer, tag))
         self.peers.append(peer)
 

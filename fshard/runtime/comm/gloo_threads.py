@@ -8,6 +8,9 @@ from pathlib import Path
 NAME = "gloo_tcp_loop"
 """What gloo calls the thread of each process group that carries messages."""
 
+hand_over = getattr(os, "sched_yield", lambda: None)
+"""Lets threads run that wait for this processor."""
+
 
 @contextmanager
 def without_interrupting() -> Iterator[None]:

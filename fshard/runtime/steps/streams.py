@@ -1,17 +1,11 @@
-"""What links do when they are kept busy: a series of transfers without a pause, after one; and what compute loses.
-
-The processor time of a process does not tell what its transfers take from compute: the kernel carries them too, and
-counts that for no process. So a series runs beside some fixed compute, and the delay of the compute is what it takes.
-"""
+"""What links do when they are kept busy: series of transfers without a pause, after one; and what a message takes."""
 
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from math import inf
 from statistics import median
 from time import perf_counter, sleep, thread_time
-from typing import Self
 
 import torch
 
@@ -41,11 +35,8 @@ MESSAGE = 2 * INLINE
 LARGEST = 4 << 20
 """Most bytes that a rank sends to each other in one of them."""
 
-WORK = 256
-"""Rows and columns of the matrix whose square is the fixed compute: it takes less than a millisecond."""
-
 TRIES = 3
-"""Longest series, and those beside compute. What was fastest counts: something else may have run beside the others."""
+"""Longest series. The fastest counts: something else may have run beside the others."""
 
 
 def streams(comms: Communicators, schedule: Schedule) -> Mapping[str, Stream]:
@@ -77,9 +68,8 @@ def _stream(comm: Communicator, control: Communicator, sent: int, device: torch.
     series = lengthened(partial(_series, comm, control, full, shard))
     sent = (comm.size - 1) * shard.numel()
     found = settled(series, sent)
-    beside = _beside(comm, control, full, shard, len(series[-1])) / sent if isinstance(comm, GlooCommunicator) else 0.0
     together = AHEAD if isinstance(comm, GlooCommunicator) else 1
-    return replace(known, rate=found.rate, burst=found.burst, beside=beside, together=together)
+    return replace(known, rate=found.rate, burst=found.burst, together=together)
 
 
 def lengthened(take: Callable[[int], list[float]]) -> list[list[float]]:
@@ -114,53 +104,6 @@ def _series(
     row = torch.tensor(arrivals, dtype=torch.float64, device="cpu")
     times: list[float] = exchange(control, row).max(0).values.tolist()
     return times
-
-
-@dataclass
-class Compute:
-    """Fixed compute, again and again: how often it was done, and how many seconds that took."""
-
-    times: int = 0
-    seconds: float = 0.0
-
-    def take(self, over: Callable[[], bool]) -> Self:
-        """Compute until something is over."""
-        matrix = torch.ones(WORK, WORK, device="cpu")
-        begun = perf_counter()
-        while not over():
-            torch.mm(matrix, matrix)
-            self.times += 1
-        self.seconds += perf_counter() - begun
-        return self
-
-
-def _beside(comm: Communicator, control: Communicator, full: torch.Tensor, shard: torch.Tensor, count: int) -> float:
-    """The seconds that a gather takes from compute beside it, but for those of the issuing thread. Collective."""
-    tries: list[tuple[Compute, float]] = []
-    usual = inf
-    for _ in range(TRIES):
-        exchange(control, torch.zeros(1, device="cpu"))
-        alone = Compute().take(partial(_past, perf_counter() + PAUSE))
-        usual = min(usual, alone.seconds / max(alone.times, 1))
-        with ThreadPoolExecutor(1, "fshard: links beside compute") as pool:
-            issued = pool.submit(_timed_series, comm, control, full, shard, count)
-            tries.append((Compute().take(issued.done), issued.result()))
-    lost = min(beside.seconds - beside.times * usual - issuing for beside, issuing in tries) / count
-    own = torch.tensor([max(lost, 0.0)], dtype=torch.float64, device="cpu")
-    return float(exchange(control, own).mean())
-
-
-def _past(end: float) -> bool:
-    return perf_counter() > end
-
-
-def _timed_series(
-    comm: Communicator, control: Communicator, full: torch.Tensor, shard: torch.Tensor, count: int
-) -> float:
-    """The seconds of this thread in a series of gathers. Collective."""
-    begun = thread_time()
-    _series(comm, control, full, shard, count)
-    return thread_time() - begun
 
 
 def _message(comm: Communicator, control: Communicator, device: torch.device) -> float:
