@@ -281,6 +281,9 @@ def _busy(
     """The links over some axes, with what they do that are kept busy. Steps take ``period`` seconds."""
     kinds = {key: link for key, link in links.items() if key.endswith(f" over {axes}")}
     own = {key: replace(link, each=stream.each, peers=stream.peers) for key, link in kinds.items()}
+    if stream.rate == math.inf and slow > 1.0:
+        # Nothing is on its way: while one rank waits, the others of its processor compute, which is counted for them.
+        return {key: replace(link, bytes_per_s=math.inf, latency=0.0) for key, link in own.items()}
     if not own or stream.rate == math.inf:
         return own
     every = [sample for key in own for sample in found[key]]

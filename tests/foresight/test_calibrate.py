@@ -14,12 +14,13 @@ import fshard as fs
 from fshard.errors import PlanError
 from fshard.runtime.steps.calibrate import fitted
 from fshard.runtime.steps.streams import streams
-from fshard.schedule import Costs, Link, Policy, Schedule, check, simulate
+from fshard.schedule import Costs, Link, Policy, Schedule, build, check, simulate
 from fshard.schedule.auto import Rates
 from fshard.schedule.fit import APART, OpTime, Stream, fit, mean, settled
 from fshard.schedule.footprint import footprint
 from fshard.schedule.transfers import awaited, started
 from tests.schedule.test_costs import over
+from tests.schedule.test_simulate import chain
 from tests.shared.workers import Pools
 
 LINK = Link(1e3, 0.001, sending=1e-3, beside=2e-3, taking=4e-3)
@@ -140,6 +141,39 @@ def test_a_link_that_lets_bursts_pass_is_foreseen_at_its_steady_rate() -> None:
     assert found.links["shard"].burst == 150.0 and blind.links["shard"].burst == 0.0
     several = fit(schedule, rows, 5.0, 2.0, "", {"shard": Stream(SHAPED.bytes_per_s, SHAPED.burst, together=2)})
     assert several.links == {key: replace(link, together=2) for key, link in found.links.items()}
+
+
+AHEAD = replace(SHAPED, latency=0.0, burst=40.0, peak=math.inf)
+"""A link that is ahead of its rate by less than any transfer has."""
+
+
+def unequal(policy: Policy) -> Schedule:
+    """Three units that send 200, 400 and 300 bytes for each gather and each reduction."""
+    program, groups = chain(3)
+    sizes = dict(zip(("u0", "u1", "u2"), (200, 400, 300), strict=True))
+    moved = [
+        replace(each, transfers=[replace(move, axes="shard", sent=sizes[each.name]) for move in each.transfers])
+        for each in groups
+    ]
+    return build(program, moved, policy)
+
+
+@pytest.mark.parametrize("late", [0.0, 9.0])
+def test_a_link_that_is_ahead_by_a_few_bytes_has_the_rate_of_the_busy_link(late: float) -> None:
+    """A line through their sizes would say that transfers apart from each other are faster than the link."""
+    schedule = unequal(APART)
+    truth = Costs({("forward", ""): 2.0, ("backward", ""): 4.0}, links={"shard": AHEAD})
+    row = as_simulated(schedule, truth)
+    at = next(at for at, op in enumerate(schedule) if op.kind == "wait all_gather")
+    row[at] = replace(row[at], wall=row[at].wall + late)  # something else ran
+    found = fit(schedule, [row], 0.0, 2.0, "", {"shard": Stream(AHEAD.bytes_per_s, 0.0)})
+    assert found.links["shard"].bytes_per_s == AHEAD.bytes_per_s
+    assert simulate(schedule, found).seconds == pytest.approx(simulate(schedule, truth).seconds + late, rel=1e-3)
+    if not late:
+        assert found.links["shard"].burst == pytest.approx(AHEAD.burst)
+        for policy in (Policy(), Policy(prefetch=0, reduces=1), Policy(reshard=False)):
+            exact, fitted = simulate(unequal(policy), truth), simulate(unequal(policy), found)
+            assert fitted.seconds == pytest.approx(exact.seconds, rel=0.01), policy
 
 
 def test_a_burst_is_what_series_were_ahead_of_the_steady_rate() -> None:

@@ -39,6 +39,16 @@ def test_more_ranks_that_shard_have_less_to_update() -> None:
         assert costs.among(four).seconds[op] == pytest.approx(costs.seconds[op] * (1 - costs.updates_by_bytes / 2))
 
 
+def test_waits_for_copies_are_the_time_of_those_who_compute_meanwhile() -> None:
+    """Ranks that share a processor and memory have nothing on its way; on a processor of one's own a wait is a wait."""
+    schedule, shared_memory = over(2, APART), {"shard": Stream(float("inf"), 0.0, peers=1)}
+    row = [OpTime(7.0 if op.kind.startswith("wait") else 1.0, 1.0, 1.0, 0.0) for op in schedule]
+    one, half = (fit(schedule, [row], 0.0, processors, "", shared_memory) for processors in (1.0, 0.5))
+    assert one.links["shard"].latency + one.links["shard"].bytes_per_s < float("inf")
+    assert half.links["shard"].latency == 0.0 and half.links["shard"].bytes_per_s == float("inf")
+    assert simulate(schedule, half).seconds == pytest.approx(2.0 * len(schedule))
+
+
 @pytest.mark.parametrize("by_bytes", [0.0, 0.3, 1.0])
 @pytest.mark.parametrize("kind", ["all_gather", "reduce_scatter"])
 def test_the_way_from_mesh_to_mesh_does_not_matter(by_bytes: float, kind: str) -> None:
