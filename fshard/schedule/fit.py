@@ -281,17 +281,31 @@ def _busy(
     """The links over some axes, with what they do that are kept busy. Steps take ``period`` seconds."""
     kinds = {key: link for key, link in links.items() if key.endswith(f" over {axes}")}
     own = {key: replace(link, each=stream.each, peers=stream.peers) for key, link in kinds.items()}
-    if stream.rate == math.inf and slow > 1.0:
-        # Nothing is on its way: while one rank waits, the others of its processor compute, which is counted for them.
-        return {key: replace(link, bytes_per_s=math.inf, latency=0.0) for key, link in own.items()}
-    if not own or stream.rate == math.inf:
-        return own
+    if stream.rate == math.inf:
+        return _copied(own, slow)
+    return _carried(own, stream, found, slow, period) if own else {}
+
+
+def _copied(own: Mapping[str, Link], slow: float) -> dict[str, Link]:
+    """Links of which all bytes are copied by the thread that computes.
+
+    Nothing is on its way. So where ranks share a processor, the others compute while one waits, and that is counted
+    for them.
+    """
+    nothing = {"bytes_per_s": math.inf, "latency": 0.0} if slow > 1.0 else {}
+    return {key: replace(link, **nothing) for key, link in own.items()}  # type: ignore[arg-type]
+
+
+def _carried(
+    own: Mapping[str, Link], stream: Stream, found: Mapping[str, Sequence[Sample]], slow: float, period: float
+) -> dict[str, Link]:
+    """Links that carry bytes while the thread computes."""
     every = [sample for key in own for sample in found[key]]
     ahead = _ahead(every, stream)
     if ahead > 0:
         same = partial(replace, bytes_per_s=stream.rate, burst=ahead, latency=0.0, peak=math.inf)
         return {key: same(link, together=stream.together) for key, link in own.items()}
-    if not all([_shaped(link, stream, slow) for link in own.values()]):
+    if not all(_shaped(link, stream, slow) for link in own.values()):
         return {key: _bounded(link, found[key], stream) for key, link in own.items()}
     late = _delayed(every, stream, period)
     return {key: _burst(link, [each for each in found[key] if each not in late], stream) for key, link in own.items()}

@@ -16,9 +16,9 @@ from torch import Tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import fshard as fs
-from fshard.runtime.comm import exchange, exchange_text, gloo
+from fshard.runtime.comm import exchange, exchange_text
 from fshard.runtime.comm.communicator import SingleRank
-from fshard.runtime.comm.gloo import GlooCommunicator, Messages
+from fshard.runtime.comm.gloo import GlooCommunicator
 from fshard.runtime.comm.host import HostCommunicator
 from tests.shared.bad import Raised, attempt
 from tests.shared.children import Child
@@ -104,41 +104,6 @@ def _plain(every: list[Tensor], here: slice) -> Tensor:
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
 def test_collectives(pool: Pools, world: int, kind: str) -> None:
     assert pool(world).run(collectives, kind) == [[]] * world
-
-
-def posted() -> list[list[str]]:
-    """On a rank: what each collective posts over gloo, in order."""
-    out: list[list[str]] = []
-    send, receive = Messages.send, Messages.receive
-
-    def sends(self: Messages, *args: Any) -> None:
-        out[-1].append("send")
-        send(self, *args)
-
-    def receives(self: Messages, *args: Any) -> int:
-        out[-1].append("receive")
-        return receive(self, *args)
-
-    with _mesh("gloo") as mesh, pytest.MonkeyPatch.context() as patch:
-        comm = mesh.transport.communicator("reduce_scatter", ("shard",))
-        patch.setattr(Messages, "send", sends)
-        patch.setattr(Messages, "receive", receives)
-        full = torch.ones(mesh.size * (gloo.PIECE // 4 + 1))  # two pieces for each peer
-        part = full[: len(full) // mesh.size].clone()
-        for call in (
-            lambda: comm.all_gather(full, part),
-            lambda: comm.reduce_scatter(part, full, torch.empty_like(full), False),
-            lambda: comm.all_to_all(torch.empty_like(full), full, None, None),
-        ):
-            out.append([])
-            call().wait()
-    return out
-
-
-def test_receives_are_posted_before_sends(pool: Pools) -> None:
-    """Else the message by which gloo tells a peer that it may send stands behind all that is sent to it."""
-    one, two = ["receive", "send"], ["receive"] * 2 + ["send"] * 2
-    assert pool(2).run(posted) == [[one, two, one]] * 2
 
 
 def many_at_once(kind: str) -> bool:

@@ -1,13 +1,16 @@
-"""gloo's threads of sockets do not interrupt the thread that holds the lock they would spin for."""
+"""gloo: its threads of sockets interrupt no send, and receives are posted first."""
 
 import os
 import threading
+from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 
 import fshard as fs
-from fshard.runtime.comm import gloo_threads
+from fshard.runtime.comm import gloo, gloo_threads
+from fshard.runtime.comm.gloo import Messages
 from fshard.runtime.comm.gloo_threads import without_interrupting
 from tests.shared.workers import Pools
 
@@ -58,3 +61,39 @@ def test_threads_of_another_name_or_policy_keep_it(name: str, given: int, wanted
     over.set()
     thread.join(20.0)
     assert found == [wanted]
+
+
+def posted() -> list[list[str]]:
+    """On a rank: what each collective posts over gloo, in order."""
+    out: list[list[str]] = []
+    send, receive = Messages.send, Messages.receive
+
+    def sends(self: Messages, *args: Any) -> None:
+        out[-1].append("send")
+        send(self, *args)
+
+    def receives(self: Messages, *args: Any) -> int:
+        out[-1].append("receive")
+        return receive(self, *args)
+
+    with fs.make_mesh((-1,), ("shard",), shared_memory=False) as mesh, pytest.MonkeyPatch.context() as patch:
+        comm = mesh.transport.communicator("reduce_scatter", ("shard",))
+        patch.setattr(Messages, "send", sends)
+        patch.setattr(Messages, "receive", receives)
+        full = torch.ones(mesh.size * (gloo.PIECE // 4 + 1))  # two pieces for each peer
+        part = full[: len(full) // mesh.size].clone()
+        for call in (
+            lambda: comm.all_gather(full, part),
+            lambda: comm.reduce_scatter(part, full, torch.empty_like(full), False),
+            lambda: comm.all_to_all(torch.empty_like(full), full, None, None),
+        ):
+            out.append([])
+            call().wait()
+    return out
+
+
+@pytest.mark.processes
+def test_receives_are_posted_before_sends(pool: Pools) -> None:
+    """Else the message by which gloo tells a peer that it may send stands behind all that is sent to it."""
+    one, two = ["receive", "send"], ["receive"] * 2 + ["send"] * 2
+    assert pool(2).run(posted) == [[one, two, one]] * 2

@@ -55,9 +55,12 @@ MUTATIONS = [
     Mutation("schedule/pack.py", "if entry[0] >= first]", "if entry[0] > first]", "schedule/test_memory.py"),
     Mutation(
         "schedule/clock.py",
-        "before, ahead = self.steady.get(wire, 0.0), link.burst / link.bytes_per_s",
-        "before, ahead = 0.0, link.burst / link.bytes_per_s",
+        "needs, least = transfer.sent / link.bytes_per_s,",
+        "needs, least = 0.0 * transfer.sent,",
         "schedule/test_simulate.py",
+    ),
+    Mutation(
+        "schedule/wires.py", "most = (until - self.at) / sharing", "most = until - self.at", "schedule/test_wires.py"
     ),
     # HOW
     Mutation(
