@@ -149,8 +149,7 @@ AHEAD = replace(SHAPED, latency=0.0, burst=40.0, peak=math.inf)
 
 def unequal(policy: Policy) -> Schedule:
     """Three units that send 200, 400 and 300 bytes for each gather and each reduction."""
-    program, groups = chain(3)
-    sizes = dict(zip(("u0", "u1", "u2"), (200, 400, 300), strict=True))
+    (program, groups), sizes = chain(3), {"u0": 200, "u1": 400, "u2": 300}
     moved = [
         replace(each, transfers=[replace(move, axes="shard", sent=sizes[each.name]) for move in each.transfers])
         for each in groups
@@ -174,6 +173,13 @@ def test_a_link_that_is_ahead_by_a_few_bytes_has_the_rate_of_the_busy_link(late:
         for policy in (Policy(), Policy(prefetch=0, reduces=1), Policy(reshard=False)):
             exact, fitted = simulate(unequal(policy), truth), simulate(unequal(policy), found)
             assert fitted.seconds == pytest.approx(exact.seconds, rel=0.01), policy
+
+
+def test_transfers_within_a_burst_do_not_say_how_large_it_is() -> None:
+    truth = Costs({("forward", ""): 20.0, ("backward", ""): 40.0}, links={"shard": replace(SHAPED, burst=1e4)})
+    row = as_simulated(unequal(APART), truth)
+    link = fit(unequal(APART), [row], 0.0, 2.0, "", {"shard": Stream(SHAPED.bytes_per_s, 1e4)}).links["shard"]
+    assert link.burst == 1e4 and link.peak == pytest.approx(SHAPED.peak, rel=1e-3)
 
 
 def test_a_burst_is_what_series_were_ahead_of_the_steady_rate() -> None:
