@@ -143,8 +143,7 @@ def test_a_link_that_lets_bursts_pass_is_foreseen_at_its_steady_rate() -> None:
     assert several.links == {key: replace(link, together=2) for key, link in found.links.items()}
 
 
-AHEAD = replace(SHAPED, latency=0.0, burst=40.0, peak=math.inf)
-"""A link that is ahead of its rate by less than any transfer has."""
+AHEAD = replace(SHAPED, latency=0.0, burst=40.0, peak=math.inf)  # by less bytes than any transfer has
 
 
 def unequal(policy: Policy) -> Schedule:
