@@ -287,13 +287,13 @@ def _busy(
 
 
 def _copied(own: Mapping[str, Link], slow: float) -> dict[str, Link]:
-    """Links of which all bytes are copied by the thread that computes.
+    """Links whose bytes are copied by the thread that computes, so that nothing is on its way.
 
-    Nothing is on its way. So where ranks share a processor, the others compute while one waits, and that is counted
-    for them.
+    Where ranks share a processor, the others compute while one waits, and that is counted for them.
     """
-    nothing = {"bytes_per_s": math.inf, "latency": 0.0} if slow > 1.0 else {}
-    return {key: replace(link, **nothing) for key, link in own.items()}  # type: ignore[arg-type]
+    if slow == 1.0:
+        return dict(own)
+    return {key: replace(link, bytes_per_s=math.inf, latency=0.0) for key, link in own.items()}
 
 
 def _carried(

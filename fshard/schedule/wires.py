@@ -45,7 +45,7 @@ class Wire:
     Args:
         larger: the later one of two times, where there are several ranks for each.
         smaller: the earlier one.
-        at: when the lanes were as they are written down here.
+        at: the time at which ``lanes`` holds.
         lanes: what each of them needs, as seconds of the wire alone.
     """
 
@@ -56,7 +56,11 @@ class Wire:
     passing: list[Passing] = field(default_factory=list)
 
     def add(self, lane: str, start: Time, seconds: Time, least: Time, ahead: float) -> Passing:
-        """A transfer that needs the wire for some seconds, from its start on."""
+        """A transfer that needs the wire for some seconds, from its start on, or from ``at`` if that is later.
+
+        So transfers that are added with later starts, since their lane was taken or for their latency, hold back those
+        of other lanes that are added after them.
+        """
         self._advance(start)
         self.lanes[lane] = self.lanes.get(lane, 0.0) + seconds
         added = Passing(lane, start, self.lanes[lane], self.at, least, ahead)
