@@ -31,6 +31,9 @@ PORT = 29500
 BUCKET = 64 << 10
 """Bytes that a link lets pass at once."""
 
+CONTROL = "reno"
+"""TCP's congestion control: that of Linux, whatever this machine has."""
+
 WHOLE = BUCKET // 2
 """Bytes that TCP hands to a link in one piece. Pieces that do not fit into the bucket would be cut into packets of 1.5
 kB, with a timer for each: at 1 Gbit/s in both directions that takes 1.3 processors, which adapters do by themselves."""
@@ -97,6 +100,7 @@ class Lab:
             _ip("-n", name, "link", "set", DEVICE, "gso_max_size", str(WHOLE))
             _ip("-n", name, "address", "add", f"{_address(host)}/24", "dev", DEVICE)
             _ip("-n", name, "link", "set", "lo", "up")
+            _ip("netns", "exec", name, "sh", "-c", f"echo {CONTROL} > /proc/sys/net/ipv4/tcp_congestion_control")
             _ip("-n", name, "link", "set", DEVICE, "up")
             for where, device in ((self.switch, port), (name, DEVICE)):
                 _shape(where, device, self.rate)

@@ -7,6 +7,7 @@ when the last of them has come.
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -57,9 +58,8 @@ class Clock:
         self.owed: Time = 0.0
         self.done: Time = 0.0
         self.wires: dict[str, Wire] = {}
-        self.lanes: dict[str, list[Passing]] = {}  # the transfers of a communicator
-        self.carried: dict[str, list[Passing]] = {}  # those of a wire
-        self.under_way: dict[tuple[str, str], tuple[int, Passing | None, Time]] = {}  # issued, bytes, work that is owed
+        self.issued: list[tuple[int, Wire, Passing]] = []
+        self.under_way: dict[tuple[str, str], tuple[Callable[[], Time], Time]] = {}  # arrival, and work that is owed
         self.ticks = Ticks()
 
     def run(self) -> Ticks:
@@ -71,7 +71,7 @@ class Clock:
             for wire in self.wires.values():
                 wire.begin(over)
             self.now, self.owed, self.done, self.ticks = 0.0 * self.now, 0.0, 0.0, Ticks()
-            self.lanes, self.carried, self.under_way = {}, {}, {}
+            self.issued, self.under_way = [], {}
         return self._all()
 
     def _all(self) -> Ticks:
@@ -81,9 +81,12 @@ class Clock:
             start, end = self._take(at, op)
             ticks.starts.append(self.read(start))
             ticks.ends.append(self.read(end))
-        for wire, carried in self.carried.items():
-            spans = [(self.read(each.start), self.read(each.arrival(self.larger))) for each in carried]
-            ticks.busy[wire] = covered(spans)
+        for at, wire, passing in self.issued:
+            arrival = wire.arrival(passing)
+            ticks.starts[at], ticks.ends[at] = self.read(passing.start), self.read(arrival)
+        for name, wire in self.wires.items():
+            carried = (each for lane in wire.lanes.values() for each in lane)
+            ticks.busy[name] = covered([(self.read(each.start), self.read(each.arrival)) for each in carried])
         return ticks
 
     def read(self, time: Time) -> float:
@@ -105,9 +108,10 @@ class Clock:
             transfer = self.transfers.get((op.kind, op.target))
             if transfer is None:
                 self._work(op, seconds)
-                self.under_way[op.kind, op.target] = at, None, self.owed
-                return self.now, self.now
-            return self._start(at, op, transfer, seconds)
+                self.under_way[op.kind, op.target] = lambda: 0.0, self.owed
+            else:
+                self._start(at, op, transfer, seconds)
+            return self.now, self.now
         start, row = self.now, awaited(op.kind)
         if row is not None:
             if (row.name, op.target) not in self.under_way:
@@ -121,30 +125,22 @@ class Clock:
         self._work(op, seconds)
         return start, self.now
 
-    def _start(self, at: int, op: Op, transfer: Transfer, seconds: float) -> tuple[Time, Time]:
-        """Begin and end of a transfer that is started now, as far as that is known."""
+    def _start(self, at: int, op: Op, transfer: Transfer, seconds: float) -> None:
+        """Start a transfer."""
         name, link = self.costs.carrier(transfer)
         self._work(op, seconds + transfer.sent * link.sending)
         wire = self.wires.setdefault(name, Wire(self.larger, self.smaller))
-        lane = self.lanes.setdefault(f"{transfer.kind}({transfer.axes})", [])
-        free = lane[-link.together].arrival(self.larger) if len(lane) >= link.together else 0.0
-        start = self.larger(self.meet(self.now, transfer.axes), free) + link.latency
-        needs, least = transfer.sent / link.bytes_per_s, start + transfer.sent / link.peak
-        passing = wire.add(f"{transfer.kind}({transfer.axes})", start, needs, least, link.burst / link.bytes_per_s)
-        lane.append(passing)
-        self.carried.setdefault(name, []).append(passing)
+        come = self.meet(self.now, transfer.axes)
+        passing = wire.add(f"{transfer.kind}({transfer.axes})", link, transfer.sent, self.now, come)
+        self.issued.append((at, wire, passing))
         self.owed = self.owed + transfer.sent * link.beside * self.slow * self.shared
-        self.under_way[op.kind, op.target] = at, passing, self.owed
+        self.under_way[op.kind, op.target] = partial(wire.arrival, passing), self.owed
         self.ticks.sent += transfer.sent
-        return start, passing.arrival(self.larger)
 
-    def _arrive(self, issued: int, passing: Passing | None, owed: Time) -> None:
+    def _arrive(self, arrival: Callable[[], Time], owed: Time) -> None:
         """Wait until a transfer has arrived, and the work that was owed at its start is done."""
         before = self.now
-        if passing is not None:
-            arrival = passing.arrival(self.larger)
-            self.ticks.ends[issued] = self.read(arrival)
-            self.now = self.larger(self.now, arrival)
+        self.now = self.larger(self.now, arrival())
         self.done = self.smaller(self.owed, self.done + (self.now - before))
         rest = self.larger(owed - self.done, 0.0 * self.now)
         self.now, self.done = self.now + rest, self.done + rest

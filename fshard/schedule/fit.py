@@ -99,6 +99,9 @@ NO_STREAMS: Mapping[str, Stream] = MappingProxyType({})
 SLOWER = 1.1
 """A link is shaped if its steady rate is less than that of transfers apart from each other by more than this factor."""
 
+WORKING = 2.0
+"""A link that takes so many times what its threads do is slow by itself: with two transfers under way they overlap."""
+
 
 SETTLED = 1.25
 """A series has come to the steady rate if its second half was no faster than this, compared with that rate."""
@@ -301,29 +304,27 @@ def _carried(
 ) -> dict[str, Link]:
     """Links that carry bytes while the thread computes."""
     every = [sample for key in own for sample in found[key]]
-    ahead = _ahead(every, stream)
-    if ahead > 0:
+    ahead = fmean([sample.sent - stream.rate * sample.carried for sample in every])
+    shaped = all(_shaped(link, stream, slow) for link in own.values())
+    bound = 1 / stream.rate > WORKING * max(_work(link) for link in own.values()) * slow  # by the wire, not by threads
+    if ahead > 0 and (_even(every, stream) or (bound and not (shaped and stream.burst >= ahead))):
         same = partial(replace, bytes_per_s=stream.rate, burst=ahead, latency=0.0, peak=math.inf)
         return {key: same(link, together=stream.together) for key, link in own.items()}
-    if not all(_shaped(link, stream, slow) for link in own.values()):
+    if not shaped:
         return {key: _bounded(link, found[key], stream) for key, link in own.items()}
     late = _delayed(every, stream, period)
     return {key: _burst(link, [each for each in found[key] if each not in late], stream) for key, link in own.items()}
 
 
-def _ahead(samples: Sequence[Sample], stream: Stream) -> float:
-    """The bytes by which transfers apart from each other are ahead of the steady rate, if all have it; else 0.
+def _even(samples: Sequence[Sample], stream: Stream) -> bool:
+    """Whether transfers apart from each other have the steady rate, and are ahead of it by the same bytes.
 
-    Whether they have it says the slope of their times by size: the median of those of all pairs (Theil and Sen), for
-    some waits are longer by what else the machine does.
+    That says the slope of their times by size: the median of those of all pairs (Theil and Sen), for some waits are
+    longer by what else the machine does.
     """
     pairs = [(a, b) for a, b in combinations(samples, 2) if a.sent != b.sent]
-    if not pairs:
-        return 0.0
-    slope = median([(a.carried - b.carried) / (a.sent - b.sent) for a, b in pairs])
-    if not 1 / SLOWER < slope * stream.rate < SLOWER:
-        return 0.0
-    return fmean([sample.sent - stream.rate * sample.carried for sample in samples])
+    slopes = [(a.carried - b.carried) / (a.sent - b.sent) for a, b in pairs]
+    return bool(slopes) and 1 / SLOWER < median(slopes) * stream.rate < SLOWER
 
 
 def _bounded(link: Link, samples: Sequence[Sample], stream: Stream) -> Link:
@@ -336,8 +337,12 @@ def _bounded(link: Link, samples: Sequence[Sample], stream: Stream) -> Link:
 
 def _shaped(link: Link, stream: Stream, slow: float) -> bool:
     """Whether a link is slower, when it is kept busy, than all that a transfer takes apart from others."""
-    work = (link.sending + link.beside + link.taking) * slow
-    return 1 / stream.rate > SLOWER * (work + 1 / link.bytes_per_s)
+    return 1 / stream.rate > SLOWER * (_work(link) * slow + 1 / link.bytes_per_s)
+
+
+def _work(link: Link) -> float:
+    """Seconds of all threads for a byte."""
+    return link.sending + link.beside + link.taking
 
 
 def _delayed(samples: Sequence[Sample], stream: Stream, period: float) -> set[Sample]:

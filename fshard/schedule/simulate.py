@@ -14,8 +14,7 @@ the ranks that take part has come.
 A link that lets bursts pass has been used by steps like this one before: what is told is a step in the middle of a run.
 
 What it leaves out: copies to and from host memory take no time, transfers between steps take none either, and links do
-not slow each other down. A transfer that queues behind another one of its communicator, or whose latency is not over,
-holds back those of other communicators that are issued after it, until it begins.
+not slow each other down.
 """
 
 from collections import Counter

@@ -4,11 +4,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from fshard.schedule.costs import Link
+
 Time = Any
 """Seconds: a float, or a tensor with one for each rank."""
 
 NEVER = 1e18
-"""Seconds that nothing takes."""
+"""Seconds that nothing takes, and the time of what is not known yet."""
 
 
 @dataclass(eq=False)
@@ -17,23 +19,23 @@ class Passing:
 
     Attributes:
         lane: the communicator that it belongs to.
+        link: what carries it.
+        sent: its bytes.
+        come: when all ranks that take part have come to it.
+        place: its number in its lane.
         start: when its first byte goes.
-        left: what the wire must do for its lane until it is over, as seconds of the wire alone.
-        over: when that is, as far as is known: what begins later on another lane makes it later.
-        least: when it is over at the earliest, whatever else the wire carries.
-        ahead: seconds by which a link that lets bursts pass is ahead of its rate.
+        left: from then on, what the wire must do for its lane until it is over, as seconds of the wire alone.
+        arrival: when its bytes have arrived.
     """
 
     lane: str
-    start: Time
-    left: Time
-    over: Time
-    least: Time
-    ahead: float
-
-    def arrival(self, larger: Callable[[Time, Time], Time]) -> Time:
-        """When its bytes have arrived. A burst goes at once, and is owed (the generic cell rate algorithm)."""
-        return larger(self.least, self.over - self.ahead)
+    link: Link
+    sent: int
+    come: Time
+    place: int
+    start: Time = NEVER
+    left: Time = 0.0
+    arrival: Time = NEVER
 
 
 @dataclass(eq=False)
@@ -41,61 +43,125 @@ class Wire:
     """A wire. A lane carries one transfer after the other, and the lanes that carry some get equal parts of the wire.
 
     This is processor sharing: while a lane needs the wire for some seconds, each of the others gets no more than that.
+    Time goes from event to event, which are starts and arrivals, and no further than it is known what else is issued.
 
     Args:
         larger: the later one of two times, where there are several ranks for each.
         smaller: the earlier one.
-        at: the time at which ``lanes`` holds.
-        lanes: what each of them needs, as seconds of the wire alone.
+        at: the time that has come.
+        lanes: the transfers of each lane, in the order of issue.
+        needs: what each lane needs still, as seconds of the wire alone.
+        waiting: the transfers that have not started on all ranks.
+        under_way: those that have started on some, and not arrived on all.
     """
 
     larger: Callable[[Time, Time], Time]
     smaller: Callable[[Time, Time], Time]
     at: Time = 0.0
-    lanes: dict[str, Time] = field(default_factory=dict)
-    passing: list[Passing] = field(default_factory=list)
+    lanes: dict[str, list[Passing]] = field(default_factory=dict)
+    needs: dict[str, Time] = field(default_factory=dict)
+    waiting: list[Passing] = field(default_factory=list)
+    under_way: list[Passing] = field(default_factory=list)
 
-    def add(self, lane: str, start: Time, seconds: Time, least: Time, ahead: float) -> Passing:
-        """A transfer that needs the wire for some seconds, from its start on, or from ``at`` if that is later.
+    def add(self, lane: str, link: Link, sent: int, now: Time, come: Time) -> Passing:
+        """A transfer that is issued now, or when the time that has come is later.
 
-        So transfers that are added with later starts, since their lane was taken or for their latency, hold back those
-        of other lanes that are added after them.
+        It starts when its ranks have come and the lane has room for it, after the link's latency.
         """
-        self._advance(start)
-        self.lanes[lane] = self.lanes.get(lane, 0.0) + seconds
-        added = Passing(lane, start, self.lanes[lane], self.at, least, ahead)
-        self.passing.append(added)
-        for each in self.passing:
-            others = [self.smaller(left, each.left) for name, left in self.lanes.items() if name != each.lane]
-            over = self.at + each.left + sum(others)
-            each.over = each.over + (each.left > 0) * (over - each.over)
+        while _on_some(self.at < now):
+            self._next(now)
+        own = self.lanes.setdefault(lane, [])
+        self.needs.setdefault(lane, 0.0)
+        added = Passing(lane, link, sent, come, len(own))
+        own.append(added)
+        self.waiting.append(added)
         return added
+
+    def arrival(self, passing: Passing) -> Time:
+        """When a transfer arrives, if nothing more is issued until then."""
+        while _on_some(passing.arrival >= NEVER):
+            self._next(passing.arrival)
+        return passing.arrival
 
     def begin(self, over: Time) -> None:
         """Begin a step, which is what comes after the end of another one: its lanes may still need the wire."""
-        self._advance(over)
-        self.at, self.passing = self.at - over, []
+        while _on_some(self.at < over):
+            self._next(over)
+        self.at, self.lanes, self.waiting, self.under_way = self.at - over, {}, [], []
 
-    def _advance(self, until: Time) -> None:
-        """Come to a later time."""
-        until = self.larger(until, self.at)
-        for _ in self.lanes:  # each turn one more lane is empty, or the time has come
-            busy = [left > 0 for left in self.lanes.values()]
+    def _next(self, limit: Time) -> None:
+        """Come to the next event, or to a time that is sooner."""
+        ready = [self._ready(each) for each in self.waiting]
+        arrivals = [self._arrives(each) for each in self.under_way]
+        for event in (*ready, *arrivals):
+            limit = self.smaller(limit, event)
+        self._pass(self.larger(limit, self.at))
+        for each, arrival in zip(self.under_way, arrivals, strict=True):
+            each.arrival = self.smaller(each.arrival, arrival + NEVER * _as_number(arrival > self.at))
+        for each, start in zip(self.waiting, ready, strict=True):
+            self._start(each, start)
+        self.under_way = [each for each in self.under_way if _on_some(each.arrival >= NEVER)]
+        self.waiting = [each for each in self.waiting if _on_some(each.start >= NEVER)]
+
+    def _start(self, passing: Passing, start: Time) -> None:
+        """Start a transfer where its time has come."""
+        starts = _as_number(start <= self.at)
+        if not _on_some(starts > 0):
+            return
+        if passing not in self.under_way:
+            self.under_way.append(passing)
+        needs = self.needs[passing.lane] + passing.sent / passing.link.bytes_per_s * starts
+        self.needs[passing.lane] = needs
+        passing.left = passing.left + needs * starts
+        passing.start = self.smaller(passing.start, start + NEVER * (1 - starts))
+
+    def _ready(self, passing: Passing) -> Time:
+        """When a transfer starts, if it has not yet, and if that is known."""
+        own, place = self.lanes[passing.lane], passing.place
+        behind = place - passing.link.together
+        ready = self.larger(passing.come, own[behind].arrival if behind >= 0 else 0.0) + passing.link.latency
+        if place:
+            ready = self.larger(ready, own[place - 1].start)
+        return ready + NEVER * _as_number(passing.start < NEVER)
+
+    def _arrives(self, passing: Passing) -> Time:
+        """When a transfer that has started arrives, if no other starts before.
+
+        The bytes of a burst go at once, and are owed (the generic cell rate algorithm).
+        """
+        link, over = passing.link, self.at + passing.left
+        for lane, left in self.needs.items():
+            if lane != passing.lane:
+                over = over + self.smaller(left, passing.left)
+        arrives = self.larger(passing.start + passing.sent / link.peak, over - link.burst / link.bytes_per_s)
+        return arrives + NEVER * _as_number(passing.arrival < NEVER)
+
+    def _pass(self, until: Time) -> None:
+        """Let time pass."""
+        for _ in self.needs:  # each turn one more lane is empty, or the time has come
+            if not _on_some(self.at < until):
+                break
+            busy = [_as_number(left > 0) for left in self.needs.values()]
             sharing = self.larger(sum(busy), 1)
             most = (until - self.at) / sharing
-            for left in self.lanes.values():
-                most = self.smaller(most, left + NEVER * (left <= 0))
-            self.at = self.at + most * sharing * (sum(busy) > 0)
-            for lane, left in self.lanes.items():
-                self.lanes[lane] = self.larger(left - most, 0.0)
-            for each in self.passing:
+            for left in self.needs.values():
+                most = self.smaller(most, left + NEVER * _as_number(left <= 0))
+            self.at = self.at + most * sharing * _as_number(sum(busy) > 0)
+            for lane, left in self.needs.items():
+                self.needs[lane] = self.larger(left - most, 0.0)
+            for each in self.under_way:
                 each.left = self.larger(each.left - most, 0.0)
-        self.at = self.larger(until, self.at)
-        self.passing = [each for each in self.passing if self._some(each.left > 0)]
+        self.at = self.larger(self.at, until)
 
-    def _some(self, true: Any) -> bool:
-        """Whether this is so on some rank."""
-        return bool(true.any()) if hasattr(true, "any") else bool(true)
+
+def _as_number(true: Any) -> Time:
+    """1 where this is so, 0 where it is not. (A bool tensor times a number would be of single precision.)"""
+    return true.double() if hasattr(true, "double") else float(true)
+
+
+def _on_some(true: Any) -> bool:
+    """Whether this is so on some rank."""
+    return bool(true.any()) if hasattr(true, "any") else bool(true)
 
 
 def covered(spans: Sequence[tuple[float, float]]) -> float:

@@ -1,5 +1,6 @@
 """Costs of ranks that share processors, and costs where more ranks take part."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,9 +11,10 @@ from fshard.errors import PlanError
 from fshard.runtime.execution.timed import Stopwatch
 from fshard.runtime.steps import calibrate
 from fshard.runtime.steps.calibrate import fitted_by_all, op_times
-from fshard.schedule import simulate
+from fshard.schedule import Costs, simulate
 from fshard.schedule.fit import APART, OpTime, Stream, fit
-from tests.foresight.test_calibrate import made, over
+from fshard.schedule.transfers import awaited
+from tests.foresight.test_calibrate import LINK, QUICK, made, over, timed
 
 
 def test_too_few_processors_are_taken_out_of_what_was_measured() -> None:
@@ -120,3 +122,13 @@ def test_what_reading_the_clocks_takes_is_no_time_of_ops(monkeypatch: pytest.Mon
     assert second == OpTime(0.0, 0.0, 0.0, gap=2.75, gap_thread=0.5)  # never less than nothing
     assert last == OpTime(0.5, 0.75, 0.875, gap=0.0, gap_thread=0.0)
     assert op_times([watch], 4) == [[]]
+
+
+def test_ranks_that_share_a_processor_do_not_count_the_compute_of_others_twice() -> None:
+    schedule = over(3, APART)
+    truth = Costs(QUICK, links={"shard": LINK}, processors=1)
+    late = [at for at, op in enumerate(schedule) if awaited(op.kind)]
+    first, last = timed(schedule, truth), timed(schedule, truth)
+    for at in late:  # while the last rank computes, the first one waits
+        first[at] = replace(first[at], wall=first[at].wall + 5.0)
+    assert fit(schedule, [first, last], 0.0, 0.5, "").links == fit(schedule, [last, last], 0.0, 0.5, "").links

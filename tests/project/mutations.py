@@ -54,9 +54,9 @@ MUTATIONS = [
     Mutation("schedule/pack.py", "steps[last + 1] -= size", "steps[last] -= size", "schedule/test_memory.py"),
     Mutation("schedule/pack.py", "if entry[0] >= first]", "if entry[0] > first]", "schedule/test_memory.py"),
     Mutation(
-        "schedule/clock.py",
-        "needs, least = transfer.sent / link.bytes_per_s,",
-        "needs, least = 0.0 * transfer.sent,",
+        "schedule/wires.py",
+        "self.needs[each.lane] + each.sent / each.link.bytes_per_s * starts",
+        "self.needs[each.lane]",
         "schedule/test_simulate.py",
     ),
     Mutation(
