@@ -16,7 +16,8 @@ from fshard.runtime.steps.calibrate import fitted
 from fshard.runtime.steps.streams import streams
 from fshard.schedule import Costs, Link, Policy, Schedule, build, check, simulate
 from fshard.schedule.auto import Rates
-from fshard.schedule.fit import APART, OpTime, Stream, fit, mean, settled
+from fshard.schedule.fit import APART, OpTime, fit, mean
+from fshard.schedule.fit_links import Stream, settled
 from fshard.schedule.footprint import footprint
 from fshard.schedule.transfers import awaited, started
 from tests.schedule.test_costs import over

@@ -12,7 +12,8 @@ from fshard.runtime.execution.timed import Stopwatch
 from fshard.runtime.steps import calibrate
 from fshard.runtime.steps.calibrate import fitted_by_all, op_times
 from fshard.schedule import Costs, simulate
-from fshard.schedule.fit import APART, OpTime, Stream, fit
+from fshard.schedule.fit import APART, OpTime, fit
+from fshard.schedule.fit_links import Stream
 from fshard.schedule.transfers import awaited
 from tests.foresight.test_calibrate import LINK, QUICK, made, over, timed
 

@@ -55,8 +55,8 @@ MUTATIONS = [
     Mutation("schedule/pack.py", "if entry[0] >= first]", "if entry[0] > first]", "schedule/test_memory.py"),
     Mutation(
         "schedule/wires.py",
-        "self.needs[each.lane] + each.sent / each.link.bytes_per_s * starts",
-        "self.needs[each.lane]",
+        "self.needs[passing.lane] + passing.sent / passing.link.bytes_per_s * starts",
+        "self.needs[passing.lane]",
         "schedule/test_simulate.py",
     ),
     Mutation(

@@ -3,7 +3,7 @@
 import pytest
 
 from fshard.runtime.steps.streams import lengthened
-from fshard.schedule.fit import settled
+from fshard.schedule.fit_links import settled
 
 
 @pytest.mark.parametrize("calm", [0, 1, 2])

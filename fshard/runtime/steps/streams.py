@@ -14,7 +14,7 @@ from fshard.runtime.comm.communicators import Communicators
 from fshard.runtime.comm.gloo import GlooCommunicator
 from fshard.runtime.comm.host import HostCommunicator
 from fshard.runtime.comm.shared_memory import INLINE
-from fshard.schedule.fit import Stream, settled
+from fshard.schedule.fit_links import Stream, settled
 from fshard.schedule.schedule import Schedule
 
 SPAN, PAUSE = 0.25, 0.05
