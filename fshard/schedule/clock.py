@@ -5,6 +5,7 @@ the arithmetic is the same, except that transfers, the handshake and the consens
 when the last of them has come.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -19,6 +20,13 @@ from fshard.schedule.schedule import Schedule
 from fshard.schedule.transfers import Transfer, awaited, started
 from fshard.schedule.wires import Passing, Time, Wire, covered
 from fshard.sharding.mesh import Mesh
+
+TURN = 2e-3
+"""Seconds that threads which carry transfers wait for a processor, where ranks share it and compute: as long as another
+thread may still run, at the mean. The kernel looks every 4 ms (at 250 Hz) whether it has run long enough."""
+
+Issue = tuple[Callable[[Time], Time], Time]
+"""When a transfer arrives that is waited for from some time on; and the work that was owed when it was issued."""
 
 BEFORE = 3
 """Steps before the one that is told: by then, bursts are as in all later ones."""
@@ -42,7 +50,7 @@ class Clock:
 
     Work of threads that carry transfers is owed in the order of issue. While the device computes, they get half of a
     processor that they share with it; while it waits, all of it. A transfer has arrived when its bytes have, and when
-    its work is done.
+    its work is done. Where ranks share a processor, it starts when its threads have their turn.
     """
 
     larger: Callable[[Time, Time], Time] = staticmethod(max)
@@ -59,7 +67,7 @@ class Clock:
         self.done: Time = 0.0
         self.wires: dict[str, Wire] = {}
         self.issued: list[tuple[int, Wire, Passing]] = []
-        self.under_way: dict[tuple[str, str], tuple[Callable[[], Time], Time]] = {}  # arrival, and work that is owed
+        self.under_way: dict[tuple[str, str], Issue] = {}
         self.ticks = Ticks()
 
     def run(self) -> Ticks:
@@ -108,7 +116,7 @@ class Clock:
             transfer = self.transfers.get((op.kind, op.target))
             if transfer is None:
                 self._work(op, seconds)
-                self.under_way[op.kind, op.target] = lambda: 0.0, self.owed
+                self.under_way[op.kind, op.target] = lambda now: now, self.owed
             else:
                 self._start(at, op, transfer, seconds)
             return self.now, self.now
@@ -131,16 +139,17 @@ class Clock:
         self._work(op, seconds + transfer.sent * link.sending)
         wire = self.wires.setdefault(name, Wire(self.larger, self.smaller))
         come = self.meet(self.now, transfer.axes)
-        passing = wire.add(f"{transfer.kind}({transfer.axes})", link, transfer.sent, self.now, come)
+        turn = TURN if self.costs.slow > 1 and link.bytes_per_s < math.inf else 0.0
+        passing = wire.add(f"{transfer.kind}({transfer.axes})", link, transfer.sent, self.now, come, turn)
         self.issued.append((at, wire, passing))
         self.owed = self.owed + transfer.sent * link.beside * self.slow * self.shared
-        self.under_way[op.kind, op.target] = partial(wire.arrival, passing), self.owed
+        self.under_way[op.kind, op.target] = partial(wire.awaited, passing), self.owed
         self.ticks.sent += transfer.sent
 
-    def _arrive(self, arrival: Callable[[], Time], owed: Time) -> None:
+    def _arrive(self, arrival: Callable[[Time], Time], owed: Time) -> None:
         """Wait until a transfer has arrived, and the work that was owed at its start is done."""
         before = self.now
-        self.now = self.larger(self.now, arrival())
+        self.now = self.larger(self.now, arrival(self.now))
         self.done = self.smaller(self.owed, self.done + (self.now - before))
         rest = self.larger(owed - self.done, 0.0 * self.now)
         self.now, self.done = self.now + rest, self.done + rest

@@ -5,8 +5,11 @@ schedule, and communicators beside it: one for each kind of transfer over each s
 carries one transfer at a time, or as many as its link says, in the order of issue. Communicators over one link share
 it in equal parts, as connections do. The wait of a transfer holds the device until it has arrived; that time is
 *exposed*. Threads that carry transfers take processor time from compute, as far as a rank has no second processor.
-Where each communicator has a link of its own no time gets longer when a cost gets smaller; but where some share one, a
-transfer that begins sooner makes others later, and a link that lets bursts pass gains fewer bytes in a shorter step.
+Where ranks share a processor these threads wait for their turn on it, unless the device waits.
+
+Where each communicator has a link and each rank a processor of its own, no time gets longer when a cost gets smaller.
+But where some share a link, a transfer that begins sooner makes others later, a link that lets bursts pass gains fewer
+bytes in a shorter step, and a device that need not wait does not give up its processor.
 
 Without noise all ranks are alike, and one is simulated. With it all of a mesh are: a transfer begins when the last of
 the ranks that take part has come.

@@ -22,6 +22,7 @@ class Passing:
         link: what carries it.
         sent: its bytes.
         come: when all ranks that take part have come to it.
+        turn: when the threads that carry it have a processor, at the latest.
         place: its number in its lane.
         start: when its first byte goes.
         left: from then on, what the wire must do for its lane until it is over, as seconds of the wire alone.
@@ -32,6 +33,7 @@ class Passing:
     link: Link
     sent: int
     come: Time
+    turn: Time
     place: int
     start: Time = NEVER
     left: Time = 0.0
@@ -63,16 +65,16 @@ class Wire:
     waiting: list[Passing] = field(default_factory=list)
     under_way: list[Passing] = field(default_factory=list)
 
-    def add(self, lane: str, link: Link, sent: int, now: Time, come: Time) -> Passing:
+    def add(self, lane: str, link: Link, sent: int, now: Time, come: Time, turn: float = 0.0) -> Passing:
         """A transfer that is issued now, or when the time that has come is later.
 
-        It starts when its ranks have come and the lane has room for it, after the link's latency.
+        It starts when its ranks have come, its threads have had their ``turn`` and the lane has room for it, after the
+        link's latency.
         """
-        while _on_some(self.at < now):
-            self._next(now)
+        self._until(now)
         own = self.lanes.setdefault(lane, [])
         self.needs.setdefault(lane, 0.0)
-        added = Passing(lane, link, sent, come, len(own))
+        added = Passing(lane, link, sent, come, come + turn, len(own))
         own.append(added)
         self.waiting.append(added)
         return added
@@ -83,11 +85,24 @@ class Wire:
             self._next(passing.arrival)
         return passing.arrival
 
+    def awaited(self, passing: Passing, now: Time) -> Time:
+        """The same, if the device waits for it from now on. Meanwhile threads have the processor."""
+        self._until(now)
+        waits = _as_number(passing.arrival >= NEVER)
+        for each in self.waiting:
+            sooner = self.smaller(each.turn, self.larger(each.come, now))
+            each.turn = each.turn + waits * (sooner - each.turn)
+        return self.arrival(passing)
+
     def begin(self, over: Time) -> None:
         """Begin a step, which is what comes after the end of another one: its lanes may still need the wire."""
-        while _on_some(self.at < over):
-            self._next(over)
+        self._until(over)
         self.at, self.lanes, self.waiting, self.under_way = self.at - over, {}, [], []
+
+    def _until(self, now: Time) -> None:
+        """Come to a time that is not earlier than the one that has come."""
+        while _on_some(self.at < now):
+            self._next(now)
 
     def _next(self, limit: Time) -> None:
         """Come to the next event, or to a time that is sooner."""
@@ -119,7 +134,7 @@ class Wire:
         """When a transfer starts, if it has not yet, and if that is known."""
         own, place = self.lanes[passing.lane], passing.place
         behind = place - passing.link.together
-        ready = self.larger(passing.come, own[behind].arrival if behind >= 0 else 0.0) + passing.link.latency
+        ready = self.larger(passing.turn, own[behind].arrival if behind >= 0 else 0.0) + passing.link.latency
         if place:
             ready = self.larger(ready, own[place - 1].start)
         return ready + NEVER * _as_number(passing.start < NEVER)

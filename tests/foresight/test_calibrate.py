@@ -159,9 +159,8 @@ def test_a_link_that_is_ahead_by_a_few_bytes_has_the_rate_of_the_busy_link(late:
     at = next(at for at, op in enumerate(schedule) if op.kind == "wait all_gather")
     row[at] = replace(row[at], wall=row[at].wall + late)  # something else ran
     more = {"u0": uneven * 100 / AHEAD.bytes_per_s, "u1": -uneven * 100 / AHEAD.bytes_per_s}  # of 200, 400
-    for at, op in enumerate(schedule):
-        if awaited(op.kind):
-            row[at] = replace(row[at], wall=row[at].wall + more.get(op.target, 0.0))
+    for at in [at for at, op in enumerate(schedule) if awaited(op.kind)]:
+        row[at] = replace(row[at], wall=row[at].wall + more.get(schedule[at].target, 0.0))
     found = fit(schedule, [row], 0.0, 2.0, "", {"shard": Stream(AHEAD.bytes_per_s, 0.0)})
     assert found.links["shard"].bytes_per_s == AHEAD.bytes_per_s
     assert simulate(schedule, found).seconds == pytest.approx(simulate(schedule, truth).seconds + late, rel=1e-3)

@@ -1,5 +1,6 @@
 """Costs of ranks that share processors, and costs where more ranks take part."""
 
+import math
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,10 +12,11 @@ from fshard.errors import PlanError
 from fshard.runtime.execution.timed import Stopwatch
 from fshard.runtime.steps import calibrate
 from fshard.runtime.steps.calibrate import fitted_by_all, op_times
-from fshard.schedule import Costs, simulate
+from fshard.schedule import Costs, Link, Policy, simulate
+from fshard.schedule.clock import TURN
 from fshard.schedule.fit import APART, OpTime, fit
 from fshard.schedule.fit_links import Stream
-from fshard.schedule.transfers import awaited
+from fshard.schedule.transfers import awaited, started
 from tests.foresight.test_calibrate import LINK, QUICK, made, over, timed
 
 
@@ -133,3 +135,16 @@ def test_ranks_that_share_a_processor_do_not_count_the_compute_of_others_twice()
     for at in late:  # while the last rank computes, the first one waits
         first[at] = replace(first[at], wall=first[at].wall + 5.0)
     assert fit(schedule, [first, last], 0.0, 0.5, "").links == fit(schedule, [last, last], 0.0, 0.5, "").links
+
+
+@pytest.mark.parametrize(("processors", "rate", "late"), [(0.5, 1e9, TURN), (1.0, 1e9, 0.0), (0.5, math.inf, 0.0)])
+def test_transfers_beside_compute_wait_for_a_processor_that_ranks_share(
+    processors: float, rate: float, late: float
+) -> None:
+    """Those that threads carry: not those that are copied, nor those that the device waits for at once."""
+    costs = Costs({("forward", ""): 1.0, ("backward", ""): 2.0}, Link(rate), processors=processors)
+    for policy, wanted in ((Policy(prefetch=2), late), (APART, 0.0)):
+        schedule = over(3, policy)
+        run = simulate(schedule, costs)
+        began = [run.starts[at] - run.issued[at] for at, op in enumerate(schedule) if started(op.kind)]
+        assert max(began) == pytest.approx(wanted, abs=1e-5)

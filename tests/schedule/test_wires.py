@@ -139,3 +139,15 @@ def test_what_comes_after_an_arrival_does_not_change_it() -> None:
     second = wire.add("a", Link(1.0, burst=4.0), 1, 0.0, 0.0)
     wire.add("b", Link(1.0), 5, 8.0, 8.0)
     assert wire.arrival(first) == 6.0 and second.start == 6.0
+
+
+def test_threads_have_their_turn_when_the_device_waits_or_later() -> None:
+    link = Link(1.0)
+    for waits, started in ((0.5, 0.5), (3.0, 2.0)):
+        wire = Wire(max, min)
+        passing = wire.add("a", link, 1, 0.0, 0.0, turn=2.0)
+        assert wire.awaited(passing, waits) == started + 1.0 and passing.start == started
+    wire = Wire(max, min)
+    first, late = wire.add("a", link, 1, 0.0, 0.0), wire.add("b", link, 1, 1.0, 4.0, turn=2.0)
+    assert wire.awaited(first, 1.5) == 1.0  # it has arrived, so that nobody waits
+    assert wire.awaited(late, 2.0) == 5.0  # its ranks have not come yet
