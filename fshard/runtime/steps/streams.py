@@ -29,6 +29,10 @@ AHEAD = 2
 MESSAGES = 40
 """Collectives whose median tells what a message takes."""
 
+BEHIND = 3
+"""Messages behind each other through shared memory. A rank that waits for the first of them finds the others there, as
+it does those of further peers: waiting is most of what a single one takes."""
+
 MESSAGE = 2 * INLINE
 """Its bytes: parts of transfers lie in shared memory, are announced, and are answered when they were read."""
 
@@ -58,8 +62,9 @@ def _stream(comm: Communicator, control: Communicator, sent: int, device: torch.
     """What one link does; None if that cannot be known."""
     if comm.size == 1:
         return None
-    known = Stream(inf, 0.0, _message(comm, control, device), comm.size - 1)
-    if isinstance(comm, HostCommunicator):
+    copied = isinstance(comm, HostCommunicator)
+    known = Stream(inf, 0.0, _message(comm, control, device, BEHIND if copied else 1), comm.size - 1)
+    if copied:
         return known  # this thread copies, before and after: nothing is on its way by itself
     shard = torch.zeros(max(min(sent // (comm.size - 1), LARGEST), 1), dtype=torch.uint8, device=device)
     full = torch.empty(comm.size * shard.numel(), dtype=torch.uint8, device=device)
@@ -106,17 +111,18 @@ def _series(
     return times
 
 
-def _message(comm: Communicator, control: Communicator, device: torch.device) -> float:
+def _message(comm: Communicator, control: Communicator, device: torch.device, behind: int) -> float:
     """The seconds of this thread for one peer more, in collectives that send each a message of its own. Collective."""
     seconds = []
     for size in (0, MESSAGE):
         full, sizes = torch.zeros(comm.size * size, dtype=torch.uint8, device=device), [size] * comm.size
-        out = torch.empty_like(full)
+        outs = [torch.empty_like(full) for _ in range(behind)]
         tries = []
         for _ in range(MESSAGES):
             begun = thread_time()
-            comm.all_to_all(out, full, sizes, sizes).wait()
+            for handle in [comm.all_to_all(out, full, sizes, sizes) for out in outs]:
+                handle.wait()
             tries.append(thread_time() - begun)
         seconds.append(median(tries))
-    own = torch.tensor([max(seconds[1] - seconds[0], 0.0) / (comm.size - 1)], dtype=torch.float64, device="cpu")
-    return float(exchange(control, own).mean())
+    more = max(seconds[1] - seconds[0], 0.0) / (behind * (comm.size - 1))
+    return float(exchange(control, torch.tensor([more], dtype=torch.float64, device="cpu")).mean())
