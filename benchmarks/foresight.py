@@ -138,8 +138,8 @@ class Machine:
         cases = {}
         for key, case in pooled(found["cases"]).items():
             times = int(key.split("|")[1])
-            costs = near([made for made in found["costs"] if made["accumulate"] == times], case)
-            cases[key] = predicted(case, placed(setting, costs))
+            costs = near(setting, [made for made in found["costs"] if made["accumulate"] == times], case)
+            cases[key] = predicted(case, costs)
         return {
             "cases": cases,
             "disturbed": statistics.median(case["disturbed"] for case in cases.values()),
@@ -180,11 +180,12 @@ def together(setting: Setting, options: Mapping[str, Any]) -> Any:
     return {"costs": [made for each in calibrated for made in each["costs"]], "cases": found["cases"]}
 
 
-def near(calibrations: Sequence[Any], case: Mapping[str, Any]) -> Costs:
-    """The median of the calibrations in the minute of a case, by what they say of it; or of all if these are few."""
+def near(setting: Setting, calibrations: Sequence[Any], case: Mapping[str, Any]) -> Costs:
+    """The median of the calibrations in a case's minute, by what they foresee for it; or of all if these are few."""
     begun, over = case["span"]
     found = [made["costs"] for made in calibrations if begun <= made["at"] <= over]
-    costs = [read(each) for each in (found if len(found) >= FEWEST else [made["costs"] for made in calibrations])]
+    used = found if len(found) >= FEWEST else [made["costs"] for made in calibrations]
+    costs = [placed(setting, read(each)) for each in used]
     schedule = parse(case["schedule"])
     kinds = {op.kind for op in schedule}
     return sorted(costs, key=lambda each: simulate(schedule, each.only(kinds)).seconds)[len(costs) // 2]
