@@ -10,7 +10,7 @@ Time = Any
 """Seconds: a float, or a tensor with one for each rank."""
 
 NEVER = 1e18
-"""Seconds that nothing takes, and the time of what is not known yet."""
+"""More seconds than anything takes: the time of what is not known yet."""
 
 
 @dataclass(eq=False)

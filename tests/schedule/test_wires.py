@@ -59,10 +59,6 @@ def told(transfers: list[Passing], rank: int | None = None) -> Times:
     return own if rank is None else [(float(start[rank]), float(arrival[rank])) for start, arrival in own]
 
 
-def close(times: Times) -> object:
-    return pytest.approx([number for pair in times for number in pair])
-
-
 def flat(times: Times) -> list[float]:
     return [number for pair in times for number in pair]
 
@@ -85,7 +81,7 @@ def test_lanes_get_equal_parts(parts: list[tuple[str, int, int, int, bool]], lat
             now = max(now, wire.arrival(found[len(found) // 2]))
     for each in found:
         wire.arrival(each)
-    assert flat(told(found)) == close(plain(jobs, latency, together))
+    assert flat(told(found)) == pytest.approx(flat(plain(jobs, latency, together)))
 
 
 @given(st.lists(PARTS, min_size=1, max_size=8), LATENCY, TOGETHER)
@@ -106,7 +102,7 @@ def test_each_of_several_ranks_has_its_own_wire(
     for each in found:
         wire.arrival(each)
     for rank, own in enumerate(jobs):
-        assert flat(told(found, rank)) == close(plain(own, latency, together))
+        assert flat(told(found, rank)) == pytest.approx(flat(plain(own, latency, together)))
 
 
 def test_a_transfer_that_waits_for_its_lane_holds_back_no_other() -> None:
