@@ -4,8 +4,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from math import inf
-from statistics import median
 from time import perf_counter, sleep, thread_time
+from typing import NamedTuple
 
 import torch
 
@@ -27,11 +27,28 @@ AHEAD = 2
 """Transfers under way at once. Gloo has as many threads for those of a communicator; NCCL makes one after the other."""
 
 MESSAGES = 40
-"""Collectives whose median tells what a message takes."""
+"""Collectives that tell what a message takes."""
 
-BEHIND = 3
-"""Messages behind each other through shared memory. A rank that waits for the first of them finds the others there, as
-it does those of further peers: waiting is most of what a single one takes."""
+
+class Sort(NamedTuple):
+    """How messages of a sort are measured.
+
+    Attributes:
+        behind: collectives that are under way at once.
+        part: the part of all tries that takes less time than the one that counts.
+    """
+
+    behind: int
+    part: float
+
+
+SENT = Sort(1, 0.5)
+"""Over sockets. The kernel's work for arrivals interrupts some of them, in steps as in tries."""
+
+COPIED = Sort(3, 0.25)
+"""Through shared memory. A rank that waits for the first of some finds the others there, as it does those of further
+peers: waiting is most of what a single one takes. The work is copies of a few kilobytes, so what takes longer than the
+fastest was disturbed by other threads of the processor."""
 
 MESSAGE = 2 * INLINE
 """Its bytes: parts of transfers lie in shared memory, are announced, and are answered when they were read."""
@@ -63,7 +80,7 @@ def _stream(comm: Communicator, control: Communicator, sent: int, device: torch.
     if comm.size == 1:
         return None
     copied = isinstance(comm, HostCommunicator)
-    known = Stream(inf, 0.0, _message(comm, control, device, BEHIND if copied else 1), comm.size - 1)
+    known = Stream(inf, 0.0, _message(comm, control, device, COPIED if copied else SENT), comm.size - 1)
     if copied:
         return known  # this thread copies, before and after: nothing is on its way by itself
     shard = torch.zeros(max(min(sent // (comm.size - 1), LARGEST), 1), dtype=torch.uint8, device=device)
@@ -111,18 +128,33 @@ def _series(
     return times
 
 
-def _message(comm: Communicator, control: Communicator, device: torch.device, behind: int) -> float:
+def _message(comm: Communicator, control: Communicator, device: torch.device, sort: Sort) -> float:
     """The seconds of this thread for one peer more, in collectives that send each a message of its own. Collective."""
-    seconds = []
-    for size in (0, MESSAGE):
-        full, sizes = torch.zeros(comm.size * size, dtype=torch.uint8, device=device), [size] * comm.size
-        outs = [torch.empty_like(full) for _ in range(behind)]
-        tries = []
-        for _ in range(MESSAGES):
-            begun = thread_time()
-            for handle in [comm.all_to_all(out, full, sizes, sizes) for out in outs]:
-                handle.wait()
-            tries.append(thread_time() - begun)
-        seconds.append(median(tries))
-    more = max(seconds[1] - seconds[0], 0.0) / (behind * (comm.size - 1))
+    more = message(partial(_try, comm, device), sort) / (comm.size - 1)
     return float(exchange(control, torch.tensor([more], dtype=torch.float64, device="cpu")).mean())
+
+
+def message(take: Callable[[int, int], float], sort: Sort) -> float:
+    """The seconds that the messages of a collective take.
+
+    Args:
+        take: makes so many collectives at once, with so many bytes for each peer, and says how long they took.
+        sort: the sort of messages.
+
+    >>> message(lambda count, size: 1.0 + count * (2.0 if size else 0.5), SENT)
+    1.5
+    """
+    empty, full = (
+        sorted(take(sort.behind, size) for _ in range(MESSAGES))[int(sort.part * MESSAGES)] for size in (0, MESSAGE)
+    )
+    return max(full - empty, 0.0) / sort.behind
+
+
+def _try(comm: Communicator, device: torch.device, count: int, size: int) -> float:
+    """The seconds of this thread in some collectives that are under way at once. Collective."""
+    full, sizes = torch.zeros(comm.size * size, dtype=torch.uint8, device=device), [size] * comm.size
+    outs = [torch.empty_like(full) for _ in range(count)]
+    begun = thread_time()
+    for handle in [comm.all_to_all(out, full, sizes, sizes) for out in outs]:
+        handle.wait()
+    return thread_time() - begun
