@@ -143,7 +143,7 @@ class Clock:
         passing = wire.add(f"{transfer.kind}({transfer.axes})", link, transfer.sent, self.now, come, turn)
         self.issued.append((at, wire, passing))
         self.owed = self.owed + transfer.sent * link.beside * self.slow * self.shared
-        self.under_way[op.kind, op.target] = partial(wire.awaited, passing), self.owed
+        self.under_way[op.kind, op.target] = partial(wire.awaited, passing, wires=self.wires.values()), self.owed
         self.ticks.sent += transfer.sent
 
     def _arrive(self, arrival: Callable[[Time], Time], owed: Time) -> None:

@@ -1,6 +1,7 @@
 """Wires: what transfers of several communicators share, as connections do that get equal parts of a link."""
 
-from collections.abc import Callable, Sequence
+import functools
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -50,11 +51,12 @@ class Wire:
     Args:
         larger: the later one of two times, where there are several ranks for each.
         smaller: the earlier one.
-        at: the time that has come.
+        at: the time of the last event.
         lanes: the transfers of each lane, in the order of issue.
         needs: what each lane needs still, as seconds of the wire alone.
         waiting: the transfers that have not started on all ranks.
         under_way: those that have started on some, and not arrived on all.
+        events: when the waiting start, those under way arrive, and what comes first, if nothing more is issued.
     """
 
     larger: Callable[[Time, Time], Time]
@@ -64,9 +66,10 @@ class Wire:
     needs: dict[str, Time] = field(default_factory=dict)
     waiting: list[Passing] = field(default_factory=list)
     under_way: list[Passing] = field(default_factory=list)
+    events: tuple[list[Time], list[Time], Time] | None = None
 
     def add(self, lane: str, link: Link, sent: int, now: Time, come: Time, turn: float = 0.0) -> Passing:
-        """A transfer that is issued now, or when the time that has come is later.
+        """A transfer that is issued now, or at the last event if that is later.
 
         It starts when its ranks have come, its threads have had their ``turn`` and the lane has room for it, after the
         link's latency.
@@ -76,7 +79,10 @@ class Wire:
         self.needs.setdefault(lane, 0.0)
         added = Passing(lane, link, sent, come, come + turn, len(own))
         own.append(added)
+        starts, arrivals, first = self._coming()
         self.waiting.append(added)
+        starts.append(self._ready(added))
+        self.events = starts, arrivals, self.smaller(first, starts[-1])
         return added
 
     def arrival(self, passing: Passing) -> Time:
@@ -85,38 +91,53 @@ class Wire:
             self._next(passing.arrival)
         return passing.arrival
 
-    def awaited(self, passing: Passing, now: Time) -> Time:
-        """The same, if the device waits for it from now on. Meanwhile threads have the processor."""
+    def awaited(self, passing: Passing, now: Time, wires: Iterable["Wire"]) -> Time:
+        """The same, if the device waits for it from now on. Meanwhile threads have its processor, on all its wires."""
         self._until(now)
         waits = _as_number(passing.arrival >= NEVER)
+        if _on_some(waits > 0):
+            for wire in wires:
+                wire._hurry(now, waits)
+        return self.arrival(passing)
+
+    def _hurry(self, now: Time, waits: Time) -> None:
+        """Give what waits its turn, where a device waits."""
+        self._until(now)
         for each in self.waiting:
             sooner = self.smaller(each.turn, self.larger(each.come, now))
             each.turn = each.turn + waits * (sooner - each.turn)
-        return self.arrival(passing)
+            self.events = None
 
     def begin(self, over: Time) -> None:
         """Begin a step, which is what comes after the end of another one: its lanes may still need the wire."""
         self._until(over)
-        self.at, self.lanes, self.waiting, self.under_way = self.at - over, {}, [], []
+        self._pass(over)
+        self.at, self.lanes, self.waiting, self.under_way, self.events = self.at - over, {}, [], [], None
 
     def _until(self, now: Time) -> None:
-        """Come to a time that is not earlier than the one that has come."""
-        while _on_some(self.at < now):
+        """Come to all events until a time."""
+        while _on_some(self._coming()[2] <= now):
             self._next(now)
+
+    def _coming(self) -> tuple[list[Time], list[Time], Time]:
+        """The events that come."""
+        if self.events is None:
+            starts = [self._ready(each) for each in self.waiting]
+            arrivals = [self._arrives(each) for each in self.under_way]
+            self.events = starts, arrivals, functools.reduce(self.smaller, [*starts, *arrivals], NEVER)
+        return self.events
 
     def _next(self, limit: Time) -> None:
         """Come to the next event, or to a time that is sooner."""
-        ready = [self._ready(each) for each in self.waiting]
-        arrivals = [self._arrives(each) for each in self.under_way]
-        for event in (*ready, *arrivals):
-            limit = self.smaller(limit, event)
-        self._pass(self.larger(limit, self.at))
+        starts, arrivals, first = self._coming()
+        self._pass(self.larger(self.smaller(first, limit), self.at))
         for each, arrival in zip(self.under_way, arrivals, strict=True):
             each.arrival = self.smaller(each.arrival, arrival + NEVER * _as_number(arrival > self.at))
-        for each, start in zip(self.waiting, ready, strict=True):
+        for each, start in zip(self.waiting, starts, strict=True):
             self._start(each, start)
         self.under_way = [each for each in self.under_way if _on_some(each.arrival >= NEVER)]
         self.waiting = [each for each in self.waiting if _on_some(each.start >= NEVER)]
+        self.events = None
 
     def _start(self, passing: Passing, start: Time) -> None:
         """Start a transfer where its time has come."""
@@ -171,12 +192,12 @@ class Wire:
 
 def _as_number(true: Any) -> Time:
     """1 where this is so, 0 where it is not. (A bool tensor times a number would be of single precision.)"""
-    return true.double() if hasattr(true, "double") else float(true)
+    return float(true) if isinstance(true, bool) else true.double()
 
 
 def _on_some(true: Any) -> bool:
     """Whether this is so on some rank."""
-    return bool(true.any()) if hasattr(true, "any") else bool(true)
+    return true if isinstance(true, bool) else bool(true.any())
 
 
 def covered(spans: Sequence[tuple[float, float]]) -> float:

@@ -142,8 +142,17 @@ def test_threads_have_their_turn_when_the_device_waits_or_later() -> None:
     for waits, started in ((0.5, 0.5), (3.0, 2.0)):
         wire = Wire(max, min)
         passing = wire.add("a", link, 1, 0.0, 0.0, turn=2.0)
-        assert wire.awaited(passing, waits) == started + 1.0 and passing.start == started
+        assert wire.awaited(passing, waits, [wire]) == started + 1.0 and passing.start == started
     wire = Wire(max, min)
     first, late = wire.add("a", link, 1, 0.0, 0.0), wire.add("b", link, 1, 1.0, 4.0, turn=2.0)
-    assert wire.awaited(first, 1.5) == 1.0  # it has arrived, so that nobody waits
-    assert wire.awaited(late, 2.0) == 5.0  # its ranks have not come yet
+    assert wire.awaited(first, 1.5, [wire]) == 1.0  # it has arrived, so that nobody waits
+    assert wire.awaited(late, 2.0, [wire]) == 5.0  # its ranks have not come yet
+
+
+@pytest.mark.parametrize("arrived", [False, True])
+def test_a_device_that_waits_gives_its_processor_to_threads_of_all_its_wires(arrived: bool) -> None:
+    own, other, link = Wire(max, min), Wire(max, min), Link(1.0)
+    first = own.add("a", link, 1 if arrived else 3, 0.0, 0.0)
+    late = other.add("b", link, 1, 1.0, 1.0, turn=4.0)
+    assert own.awaited(first, 2.0, [own, other]) == (1.0 if arrived else 3.0)
+    assert other.arrival(late) == (6.0 if arrived else 3.0) and late.start == (5.0 if arrived else 2.0)
