@@ -2,6 +2,7 @@
 
 import ast
 import inspect
+import queue
 import subprocess
 import sys
 import threading
@@ -201,6 +202,28 @@ def test_a_line_of_a_notebook_is_named_by_its_cell() -> None:
     names = {"call_site": call_site, "__name__": "__main__"}
     exec(cell, names)
     assert str(names["told"]).startswith("fs.call_site, cell:2")
+
+
+@pytest.mark.parametrize(("file", "named"), [("queue.py", False), ("site-packages/made.py", True)])
+def test_a_line_of_the_standard_library_is_not_the_users(file: str, named: bool) -> None:
+    """That which has called it is; and what is installed in its folder does not belong to it."""
+    code = compile("told = call_site()", f"{Path(queue.__file__).parent}/{file}", "exec")
+    names = {"call_site": call_site, "__name__": "made"}
+    line = inspect.currentframe().f_lineno + 1  # type: ignore[union-attr]
+    exec(code, names)
+    assert str(names["told"]).endswith("made.py:1" if named else f"test_waits.py:{line}")
+
+
+def test_who_waits_in_the_standard_library_is_where_the_user_called_it() -> None:
+    items: queue.Queue[int] = queue.Queue()
+    waiting = threading.Thread(target=lambda: items.get())
+    waiting.start()
+    end = time.monotonic() + 10
+    while "test_waits.py:" not in (told := call_site(waiting.ident)) and time.monotonic() < end:
+        time.sleep(0.01)
+    items.put(0)
+    waiting.join(10)
+    assert "queue.py" not in told and "test_waits.py:" in told
 
 
 STUCK = """

@@ -11,8 +11,11 @@ from typing import Any
 
 from fshard.runtime.comm.stacks import Place, stack_of
 
-OURS = ("fshard.", "torch.", "optree.", "functools", "threading", "contextlib", "concurrent.", "multiprocessing.")
+OURS = ("fshard.", "torch.", "optree.")
 """Modules whose frames are not the user's."""
+
+PYTHON = f"{os.path.dirname(os.__file__)}{os.sep}"
+"""Where the standard library lies. Its frames are not the user's either."""
 
 CELL = re.compile(r"[/\\]ipykernel_\d+[/\\]\d+\.py$")
 """The files that ipykernel names for cells."""
@@ -124,10 +127,16 @@ def _calls(stack: Iterable[Place]) -> Iterator[str]:
             continue
         if module == "fshard" or module.startswith("fshard."):
             inside.append(function)
-        elif not module.startswith(OURS) and (inside or innermost):
+        elif not (module.startswith(OURS) or _of_python(file)) and (inside or innermost):
             line = f"{_short(file)}:{number}"
             yield f"{_name(inside)}, {line}" if inside else line
             inside, innermost = [], False
+
+
+def _of_python(file: str) -> bool:
+    """Whether a file is one of the standard library. Installed packages may lie in a folder of it."""
+    installed = file.removeprefix(PYTHON).startswith(("site-packages", "dist-packages"))
+    return file.startswith((PYTHON, "<frozen ")) and not installed
 
 
 def _name(inside: list[str]) -> str:
