@@ -37,7 +37,8 @@ class Link:
         bytes_per_s: what a rank can send in a second, when it sends all the time.
         latency: seconds from the issue of a transfer to its first byte.
         sending: seconds of the device for each byte that is sent, at the start of a transfer.
-        beside: seconds of other threads for each byte, which they take from compute where ranks share processors.
+        beside: seconds of processors for each byte beside that: other threads, the kernel's work for what arrives. A
+            rank that has no second processor loses them where it computes meanwhile.
         taking: seconds of the device for each byte, at the wait.
         burst: bytes that go at once after a pause. Links that are shaped, as those of most virtual machines, let so
             many pass (a token bucket), and gain them again at their rate while nothing is sent.

@@ -1,14 +1,17 @@
 """Costs from measured steps: units, updates and the host as they were, transfers as lines through their sizes.
 
 What is fitted were steps of the ``APART`` policy, in which every transfer is waited for as soon as it has begun, so
-that compute and transfers do not disturb each other. What a link does without such pauses is measured apart.
+that compute and transfers do not disturb each other. How much they do is what steps of ``BESIDE`` take more of
+processors. What a link does without pauses is measured apart.
 """
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import fmean
 
 from fshard.errors import PlanError
+from fshard.schedule.clock import Clock
 from fshard.schedule.costs import Costs, Link
 from fshard.schedule.fit_links import NO_STREAMS, Sample, Stream, apart, busy, line
 from fshard.schedule.ops import COMPUTE_KINDS, STEP_KINDS
@@ -22,13 +25,16 @@ QUARTILE, LEAST = (0.1, 0.4), 3
 APART = Policy(prefetch=0, reduces=0)
 """The policy of steps that are measured."""
 
+BESIDE = Policy(prefetch=1)
+"""That of steps whose transfers run beside compute, to see what they take from it."""
+
 
 @dataclass(frozen=True)
 class OpTime:
     """What an op took on one rank, in seconds: on the wall, of its thread, of the whole process.
 
-    Between it and the next op lies code outside of units, or of the runtime: ``gap`` seconds on the wall, and
-    ``gap_thread`` of the thread.
+    Between it and the next op lies code outside of units, or of the runtime: ``gap`` seconds on the wall,
+    ``gap_thread`` of the thread, and ``gap_process`` of the process.
     """
 
     wall: float
@@ -36,10 +42,19 @@ class OpTime:
     process: float
     gap: float
     gap_thread: float = 0.0
+    gap_process: float = 0.0
 
 
 Row = Sequence[OpTime]
 """The ops of a step."""
+
+
+@dataclass(frozen=True)
+class Overlap:
+    """Steps whose transfers ran beside compute: their schedule, and what its ops took on each rank."""
+
+    schedule: Schedule
+    ranks: Sequence[Row]
 
 
 def counted(totals: Sequence[Sequence[float]]) -> list[int]:
@@ -63,7 +78,7 @@ def counted(totals: Sequence[Sequence[float]]) -> list[int]:
 
 def mean(rows: Sequence[Row]) -> list[OpTime]:
     """The means of some steps. Medians of ops would not do: now one op is late and now another."""
-    fields = ("wall", "thread", "process", "gap", "gap_thread")
+    fields = ("wall", "thread", "process", "gap", "gap_thread", "gap_process")
     columns = zip(*rows, strict=True)
     return [OpTime(*(fmean([getattr(time, name) for time in column]) for name in fields)) for column in columns]
 
@@ -75,6 +90,7 @@ def fit(
     processors: float,
     machine: str,
     streams: Mapping[str, Stream] = NO_STREAMS,
+    overlap: Overlap | None = None,
 ) -> Costs:
     """The costs that a measured schedule had.
 
@@ -88,6 +104,8 @@ def fit(
         processors: processors that a rank has.
         machine: what this was measured on.
         streams: what links do that are kept busy, by axes.
+        overlap: steps whose transfers ran beside compute. Without them, transfers take from it what threads took while
+            they were waited for.
 
     Raises:
         PlanError: a rank's steps had another number of ops.
@@ -108,7 +126,43 @@ def fit(
     for key in found:
         links.setdefault(key.partition(" over ")[2], links[key])
     around = {"host": host / slow, "processors": processors, "machine": machine, "ranks": len(ranks)}
-    return Costs(seconds, links=links, **around, updates_by_bytes=_by_bytes(schedule, seconds))  # type: ignore[arg-type]
+    costs = Costs(seconds, links=links, **around, updates_by_bytes=_by_bytes(schedule, seconds))  # type: ignore[arg-type]
+    return replace(costs, links=_beside(costs, schedule, ranks, overlap)) if overlap else costs
+
+
+def _beside(costs: Costs, schedule: Schedule, ranks: Sequence[Row], overlap: Overlap) -> dict[str, Link]:
+    """The links, with what transfers take from processors when they run beside compute.
+
+    That is what a step takes beyond its ops as they are apart from transfers. Threads that carry transfers are the
+    smaller part of it: the kernel's work for what arrives counts for the thread that it interrupts, and data leave
+    caches. Where each transfer is waited for, most of that falls into waits.
+    """
+    moved = [(move.sent, costs.carrier(move)[1]) for move in _on_links(overlap.schedule)]
+    sent = sum(size for size, link in moved if link.bytes_per_s < math.inf)
+    copied = sum(size * link.beside for size, link in moved if link.bytes_per_s == math.inf)
+    if not sent:
+        return dict(costs.links)
+    other, own = (Clock(each, replace(costs, processors=1.0)).run().compute for each in (overlap.schedule, schedule))
+    ops = fmean([_apart(schedule, row) for row in ranks]) + other - own
+    spent = fmean([sum(time.process + time.gap_process for time in row) for row in overlap.ranks])
+    each = max(spent - ops - copied, 0.0) / sent
+    return {
+        key: link if link.bytes_per_s == math.inf else replace(link, beside=each) for key, link in costs.links.items()
+    }
+
+
+def _apart(schedule: Schedule, row: Row) -> float:
+    """What the ops of a step took of processors, less what other threads did while a transfer was on its way."""
+    moving = [started(op.kind) or awaited(op.kind) for op in schedule]
+    own = [time.thread if moves else time.process for moves, time in zip(moving, row, strict=True)]
+    return sum(own) + sum(time.gap_process for time in row)
+
+
+def _on_links(schedule: Schedule) -> list[Transfer]:
+    """The transfers that a schedule starts, as often as it does, and that go over a link."""
+    moves = {(move.kind, group.name): move for group in schedule.groups for move in group.transfers}
+    begun = [moves.get((op.kind, op.target)) for op in schedule]
+    return [move for move in begun if move is not None and move.sent and move.row.link]
 
 
 def _by_bytes(schedule: Schedule, seconds: Mapping[tuple[str, str], float]) -> float:

@@ -11,7 +11,7 @@ from fshard.arguments import expect
 from fshard.errors import PlanError
 from fshard.runtime.execution.timed import Stopwatch
 from fshard.runtime.steps import Latest
-from fshard.runtime.steps.calibrate import fitted_by_all, steps_in
+from fshard.runtime.steps.calibrate import Watched, fitted_by_all, steps_in
 from fshard.schedule.costs import Costs
 from fshard.schedule.schedule import Schedule
 from fshard.state.train_state import TrainState
@@ -61,12 +61,19 @@ class Rows:
 
 
 def calibrated(
-    step: Measured, state: TrainState, batch: Any, rounds: int, comms: Any, processors: float | None = None
+    step: Measured,
+    beside: Measured,
+    state: TrainState,
+    batch: Any,
+    rounds: int,
+    comms: Any,
+    processors: float | None = None,
 ) -> Costs:
     """The costs that the ops of a timed step have on these ranks. Collective.
 
     Args:
         step: the step, whose transfers are waited for as soon as they have begun.
+        beside: the same with transfers beside compute.
         state: its state, which is donated.
         batch: this rank's batch.
         rounds: steps that are measured at least. Those around the lower quartile count.
@@ -86,12 +93,21 @@ def calibrated(
         problems.append(f"processors={processors}: more than none")
     if problems:
         raise errors.bad_arguments("calibrate", problems)
-    rows = Rows()
-    state = Rows().take(step, state, batch, WARM)
-    state = rows.take(step, state, batch, rounds)
-    more = min(steps_in(comms, SPAN, median(rows.seconds)), MOST) - rounds
-    rows.take(step, state, batch, more)
-    costs = fitted_by_all(comms, step.schedule, rows.watches, max(median(rows.hosts), 0.0), processors)
+    apart, state = _taken(step, state, batch, rounds, SPAN, comms)
+    overlapped, _ = _taken(beside, state, batch, rounds, SPAN / 2, comms)
+    watched = Watched(step.schedule, apart.watches), Watched(beside.schedule, overlapped.watches)
+    costs = fitted_by_all(comms, watched[0], max(median(apart.hosts), 0.0), processors, watched[1])
     if costs is None:
         raise PlanError("a step that was measured did not keep to its schedule: there is nothing to go by")
     return costs
+
+
+def _taken(
+    step: Measured, state: TrainState, batch: Any, rounds: int, span: float, comms: Any
+) -> tuple[Rows, TrainState]:
+    """At least so many steps, and as many as take so long, after some that do not count. Collective."""
+    rows = Rows()
+    state = Rows().take(step, state, batch, WARM)
+    state = rows.take(step, state, batch, rounds)
+    more = min(steps_in(comms, span, median(rows.seconds)), MOST) - rounds
+    return rows, rows.take(step, state, batch, more)

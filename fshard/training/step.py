@@ -43,7 +43,8 @@ from fshard.runtime.steps.decide import not_finite
 from fshard.runtime.steps.float16 import overflowed
 from fshard.runtime.steps.watched import watched
 from fshard.schedule.costs import Costs
-from fshard.schedule.fit import APART
+from fshard.schedule.fit import APART, BESIDE
+from fshard.schedule.policy import Policy
 from fshard.sharding.plan import Plan
 from fshard.state.equal import Equal
 from fshard.state.init import init_state
@@ -171,11 +172,13 @@ class TrainStep(OneFunction):
         """Measure the costs of the ops of this step on these ranks. Collective; the step itself stays as it is.
 
         A state of its own, from seed 0, makes some steps in which every transfer is waited for as soon as it has begun,
-        so that transfers and compute do not disturb each other. That takes the memory of a second state.
+        so that transfers and compute do not disturb each other; and some with transfers beside compute, to see what
+        they take from it. That takes the memory of a second state.
 
         Args:
             batch: this rank's batch.
-            rounds: steps that are measured at least; short ones until they have taken three seconds, or 300 of them.
+            rounds: steps that are measured at least; short ones until they have taken three seconds (those with
+                transfers beside compute half of that), or 300 of them.
                 Those around the lower quartile count: what else runs on a machine only adds to a step.
             processors: those that a rank has, where other jobs run beside this one: 0.5 if as many other ranks have
                 them, too. By default those that the ranks of this job may run on.
@@ -186,12 +189,16 @@ class TrainStep(OneFunction):
         Raises:
             PlanError: no rounds or processors, or a program that does not keep to its schedule.
         """
-        policy = replace(APART, update=self.programs.policy.update)
+        apart, beside = self._timed(APART), self._timed(BESIDE)
+        state = init_state(self.plan, self.opt, seed=0, init=[(".*", normal(0.02))])
+        return calibrated(apart, beside, state, batch, rounds, self.programs.comms, processors)
+
+    def _timed(self, policy: Policy) -> "TrainStep":
+        """The same step with another policy and programs of its own, which times its ops."""
+        policy = replace(policy, update=self.programs.policy.update)
         programs = replace(self.programs.again(Engine), policy=policy, executor=Timed, choices={})
         options = replace(self.options, running=replace(self.options.running, policy=policy), donate=True)
-        apart = TrainStep(self.loss_fn, self.opt, self.plan, options, programs)
-        state = init_state(self.plan, self.opt, seed=0, init=[(".*", normal(0.02))])
-        return calibrated(apart, state, batch, rounds, programs.comms, processors)
+        return TrainStep(self.loss_fn, self.opt, self.plan, options, programs)
 
     def _make(self, state: TrainState, batch: Any, asked: Asked) -> tuple[TrainState, Metrics]:
         begun = perf_counter()

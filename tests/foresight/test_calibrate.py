@@ -312,10 +312,10 @@ def calibrated(shared: bool) -> tuple[Costs, int, float]:
         return torch.tanh(x @ params["w"]).square().mean()
 
     with fs.make_mesh((-1,), ("shard",), shared_memory=shared) as mesh:
-        plan = fs.make_plan({"w": torch.eye(64)}, mesh, [(".*", fs.fsdp("shard"))])
+        plan = fs.make_plan({"w": torch.eye(768)}, mesh, [(".*", fs.fsdp("shard"))])
         step = fs.make_train_step(loss, fs.optim.sgd(0.1), plan)
-        costs = step.calibrate(torch.ones(2, 64), rounds=2)
-        return costs, calls, streams(step.programs.comms, step.trace(torch.ones(2, 64)).schedule)["shard"].rate
+        costs = step.calibrate(torch.ones(2, 768), rounds=2)
+        return costs, calls, streams(step.programs.comms, step.trace(torch.ones(2, 768)).schedule)["shard"].rate
 
 
 @pytest.mark.parametrize("shared", [True, False])

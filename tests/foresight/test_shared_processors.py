@@ -3,20 +3,24 @@
 import math
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import fshard as fs
 from fshard.errors import PlanError
 from fshard.runtime.execution.timed import Stopwatch
 from fshard.runtime.steps import calibrate
-from fshard.runtime.steps.calibrate import fitted_by_all, op_times
-from fshard.schedule import Costs, Link, Policy, simulate
+from fshard.runtime.steps.calibrate import Watched, fitted_by_all, op_times
+from fshard.schedule import Costs, Link, Policy, Schedule, simulate
 from fshard.schedule.clock import TURN
-from fshard.schedule.fit import APART, OpTime, fit
+from fshard.schedule.fit import APART, BESIDE, OpTime, Overlap, fit
 from fshard.schedule.fit_links import Stream
 from fshard.schedule.transfers import awaited, started
+from fshard.training import calibrate as calibrated
 from tests.foresight.test_calibrate import LINK, QUICK, made, over, timed
 
 
@@ -108,8 +112,9 @@ def test_a_rank_that_left_its_schedule_is_told_to_all() -> None:
             whole.begin(op)
             whole.end(op)
         comms = step.programs.comms
-        assert fitted_by_all(comms, schedule, [whole] * 3) is not None
-        return fitted_by_all(comms, schedule, [whole, left if mesh.rank else whole]) is None
+        good, bad = Watched(schedule, [whole] * 3), Watched(schedule, [whole, left if mesh.rank else whole])
+        assert fitted_by_all(comms, good) is not None and fitted_by_all(comms, good, beside=good) is not None
+        return fitted_by_all(comms, bad) is None and fitted_by_all(comms, good, beside=bad) is None
 
     assert mesh.run(on_a_rank) == [True, True]
 
@@ -121,9 +126,9 @@ def test_what_reading_the_clocks_takes_is_no_time_of_ops(monkeypatch: pytest.Mon
         ends={0: (2.0, 1.0, 1.0), 1: (4.25, 3.0, 3.0), 2: (9.0, 5.0, 5.0)},
     )
     first, second, last = op_times([watch], 3)[0]
-    assert first == OpTime(1.5, 0.75, 0.875, gap=1.0, gap_thread=1.5)
-    assert second == OpTime(0.0, 0.0, 0.0, gap=2.75, gap_thread=0.5)  # never less than nothing
-    assert last == OpTime(0.5, 0.75, 0.875, gap=0.0, gap_thread=0.0)
+    assert first == OpTime(1.5, 0.75, 0.875, gap=1.0, gap_thread=1.5, gap_process=1.75)
+    assert second == OpTime(0.0, 0.0, 0.0, gap=2.75, gap_thread=0.5, gap_process=0.75)  # never less than nothing
+    assert last == OpTime(0.5, 0.75, 0.875, gap=0.0, gap_thread=0.0, gap_process=0.0)
     assert op_times([watch], 4) == [[]]
 
 
@@ -137,6 +142,75 @@ def test_ranks_that_share_a_processor_do_not_count_the_compute_of_others_twice()
     assert fit(schedule, [first, last], 0.0, 0.5, "").links == fit(schedule, [last, last], 0.0, 0.5, "").links
 
 
+def slowed(rows: list[OpTime], schedule: Schedule, own: dict[str, float], others: dict[str, float]) -> list[OpTime]:
+    """Ops of some kinds take so much longer, of their thread and of others."""
+    found = [(own.get(op.kind, 0.0), others.get(op.kind, 0.0)) for op in schedule]
+    more = [(thread, thread + beside) for thread, beside in found]
+    return [
+        replace(row, wall=row.wall + own, thread=row.thread + own, process=row.process + every)
+        for row, (own, every) in zip(rows, more, strict=True)
+    ]
+
+
+def sent_by(schedule: Schedule) -> int:
+    """The bytes that a step sends."""
+    sizes = {(move.kind, group.name): move.sent for group in schedule.groups for move in group.transfers}
+    return sum(sizes.get((op.kind, op.target), 0) for op in schedule)
+
+
+@given(st.floats(-0.01, 5.0), st.floats(0.0, 5.0), st.sampled_from([0.5, 1.0, 2.0]))
+@settings(max_examples=40, deadline=None)
+def test_what_transfers_take_from_compute_is_what_steps_take_more(more: float, kernels: float, own: float) -> None:
+    """Threads that compute with this one (``kernels``) are no work of transfers: they are there without any."""
+    apart, beside = over(3, APART), over(3, BESIDE)
+    link = replace(LINK, bytes_per_s=50.0)  # slower than what threads do for it, whatever ranks share
+    truth, always = Costs(QUICK, links={"shard": link}), dict.fromkeys(("forward", "backward"), kernels)
+    alone = slowed(timed(apart, truth, link), apart, {}, always)
+    among = slowed(timed(beside, truth, link), beside, {"backward": more}, always)
+    costs = fit(apart, [alone] * 2, 0.0, own, "", overlap=Overlap(beside, [among] * 2))
+    count = sum(op.kind == "backward" for op in beside)
+    wanted = link.beside + count * more / sent_by(beside)
+    assert [each.beside for each in costs.links.values()] == pytest.approx([wanted] * len(costs.links))
+    longer = simulate(beside, replace(costs, processors=1.0))  # all that processors do in such a step, no less
+    spent = sum(time.process for time in among) - sum(op.kind in always for op in beside) * kernels
+    assert longer.compute + sent_by(beside) * costs.links["shard"].beside == pytest.approx(spent)
+
+
+def test_steps_with_overlap_that_take_less_leave_transfers_without_work() -> None:
+    apart, beside = over(3, APART), over(3, BESIDE)
+    truth = Costs(QUICK, links={"shard": LINK})
+    fast = [replace(row, process=0.0, thread=0.0) for row in timed(beside, truth)]
+    costs = fit(apart, [timed(apart, truth)], 0.0, 1.0, "", overlap=Overlap(beside, [fast]))
+    assert costs.links["shard"].beside == 0.0
+
+
+def test_bytes_that_the_thread_copies_take_nothing_beside_it() -> None:
+    """On shared processors copies are never on their way, so there is nothing for compute to run beside."""
+    apart, beside = over(3, APART), over(3, BESIDE)
+    truth, shared_memory = Costs(QUICK, links={"shard": LINK}), {"shard": Stream(math.inf, 0.0, peers=1)}
+    among = slowed(timed(beside, truth), beside, {"backward": 1.0}, {"backward": 1.0})
+    plain = fit(apart, [timed(apart, truth)], 0.0, 0.5, "", shared_memory)
+    assert fit(apart, [timed(apart, truth)], 0.0, 0.5, "", shared_memory, Overlap(beside, [among])) == plain
+
+
+def test_calibrations_see_steps_with_transfers_beside_compute(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[tuple[Watched, Watched]] = []
+    fitted = calibrated.fitted_by_all
+
+    def noted(comms: Any, apart: Watched, host: float, own: Any, beside: Watched) -> Costs | None:
+        seen.append((apart, beside))
+        return fitted(comms, apart, host, own, beside)
+
+    monkeypatch.setattr(calibrated, "fitted_by_all", noted)
+    mesh = fs.virtual_mesh((2,), ("shard",))
+    costs, _ = mesh.run(lambda: made(mesh)[1].calibrate(torch.ones(2, 16), rounds=2))
+    assert len(seen) == 2 and isinstance(costs, Costs)
+    for apart, beside in seen:
+        assert (apart.schedule.policy, beside.schedule.policy) == (APART, BESIDE)
+        assert len(apart.watches) >= 2 and len(beside.watches) >= 2
+        assert all(op_times(beside.watches, len(beside.schedule)))
+
+
 @pytest.mark.parametrize(("processors", "rate", "late"), [(0.5, 1e9, TURN), (1.0, 1e9, 0.0), (0.5, math.inf, 0.0)])
 def test_transfers_beside_compute_wait_for_a_processor_that_ranks_share(
     processors: float, rate: float, late: float
@@ -148,3 +222,21 @@ def test_transfers_beside_compute_wait_for_a_processor_that_ranks_share(
         run = simulate(schedule, costs)
         began = [run.starts[at] - run.issued[at] for at, op in enumerate(schedule) if started(op.kind)]
         assert max(began) == pytest.approx(wanted, abs=1e-5)
+
+
+def test_a_device_that_waits_gives_its_processor_to_transfers_of_all_wires() -> None:
+    """No wait begins with a transfer that has not had its turn, on the wire that it waits for or on another."""
+    schedule = over(3, Policy())
+    costs = Costs({("backward", ""): 1e-4}, Link(1e6, together=9), Link(1e5, together=9), processors=0.5)
+    run, early = simulate(schedule, costs), set()
+    for at, op in enumerate(schedule):
+        row = awaited(op.kind)
+        if row is None or not row.link or run.ends[at] <= run.issued[at]:
+            continue
+        for before in range(at):
+            other = started(schedule[before].kind)
+            if other is not None and other.link:
+                assert run.starts[before] <= run.issued[at] + 1e-12
+                if run.issued[at] < run.issued[before] + TURN:
+                    early.add(row.link != other.link)
+    assert early == {True, False}

@@ -5,16 +5,16 @@ import os
 import platform
 import socket
 from collections.abc import Sequence
-from dataclasses import astuple, fields
+from dataclasses import astuple, dataclass, fields
 
 import torch
 
-from fshard.runtime.comm import exchange, exchange_text
+from fshard.runtime.comm import Communicator, exchange, exchange_text
 from fshard.runtime.comm.communicators import Communicators
 from fshard.runtime.execution.timed import Reading, Stopwatch, readings
 from fshard.runtime.steps.streams import streams
 from fshard.schedule.costs import Costs
-from fshard.schedule.fit import OpTime, counted, fit, mean, times_of
+from fshard.schedule.fit import OpTime, Overlap, counted, fit, mean, times_of
 from fshard.schedule.schedule import Schedule
 
 
@@ -35,7 +35,7 @@ def op_times(watches: Sequence[Stopwatch], count: int) -> list[list[OpTime]]:
             begin, end = watch.begins[at], watch.ends[at]
             following = watch.begins[at + 1] if at + 1 < count else end
             own, gap = _less(begin, end, within), _less(end, following, after)
-            found[-1].append(OpTime(own[0], own[1], own[2], gap[0], gap[1]))
+            found[-1].append(OpTime(*own, *gap))
     return found
 
 
@@ -50,12 +50,21 @@ def steps_in(comms: Communicators, span: float, seconds: float) -> int:
     return math.ceil(span / max(float(exchange(comms.control, row).max()), 1e-6))
 
 
+@dataclass(frozen=True)
+class Watched:
+    """The schedule of some steps, and what the ops of each took on this rank."""
+
+    schedule: Schedule
+    watches: Sequence[Stopwatch]
+
+
 def fitted(
     comms: Communicators,
     schedule: Schedule,
     steps: Sequence[Sequence[OpTime]],
     host: float,
     own_processors: float | None = None,
+    beside: tuple[Schedule, Sequence[Sequence[OpTime]]] | None = None,
 ) -> Costs:
     """The costs of some steps, equal on all ranks. Collective.
 
@@ -65,30 +74,42 @@ def fitted(
         steps: what the ops of each took on this rank.
         host: seconds of this rank's step around them.
         own_processors: those that a rank has; None for those that the ranks of this job may run on.
+        beside: the schedule of steps whose transfers ran beside compute, and what the ops of each took on this rank.
     """
     control, busy = comms.control, streams(comms, schedule)
+    ranks = _ranks(control, steps)
+    hosts = exchange(control, torch.tensor([host], dtype=torch.float64, device="cpu"))
+    places = [place_of(text) for text in exchange_text(control, place())]
+    own_processors = own_processors or (processors(places) if comms.plan.mesh.device.type == "cpu" else ACCELERATED)
+    overlap = Overlap(beside[0], _ranks(control, beside[1])) if beside else None
+    return fit(schedule, ranks, float(hosts.mean()), own_processors, machine(places), busy, overlap)
+
+
+def _ranks(control: Communicator, steps: Sequence[Sequence[OpTime]]) -> list[list[OpTime]]:
+    """The means of the steps that count, on each rank. Collective."""
     totals = [sum(time.wall + time.gap for time in step) for step in steps]
     chosen = counted(exchange(control, torch.tensor(totals, dtype=torch.float64, device="cpu")).tolist())
     own = [astuple(time) for time in mean([steps[number] for number in chosen])]
-    row = torch.tensor([host, *(number for numbers in own for number in numbers)], dtype=torch.float64, device="cpu")
-    rows = exchange(control, row)
-    places = [place_of(text) for text in exchange_text(control, place())]
-    ranks = [[*times_of(each[1:].reshape(-1, NUMBERS).tolist())] for each in rows]
-    own_processors = own_processors or (processors(places) if comms.plan.mesh.device.type == "cpu" else ACCELERATED)
-    return fit(schedule, ranks, float(rows[:, 0].mean()), own_processors, machine(places), busy)
+    row = torch.tensor([number for numbers in own for number in numbers], dtype=torch.float64, device="cpu")
+    return [[*times_of(each.reshape(-1, NUMBERS).tolist())] for each in exchange(control, row)]
 
 
 def fitted_by_all(
     comms: Communicators,
-    schedule: Schedule,
-    watches: Sequence[Stopwatch],
+    apart: Watched,
     host: float = 0.0,
     own_processors: float | None = None,
+    beside: Watched | None = None,
 ) -> Costs | None:
     """The costs of some steps; None on all ranks if one of them has left the schedule on any rank. Collective."""
-    steps = op_times(watches, len(schedule))
-    kept = exchange(comms.control, torch.tensor([float(all(steps))], dtype=torch.float64, device="cpu"))
-    return fitted(comms, schedule, steps, host, own_processors) if bool(kept.all()) else None
+    every = [each for each in (apart, beside) if each is not None]
+    steps = [op_times(each.watches, len(each.schedule)) for each in every]
+    whole = all(map(all, steps))
+    kept = exchange(comms.control, torch.tensor([float(whole)], dtype=torch.float64, device="cpu"))
+    if not bool(kept.all()):
+        return None
+    overlapped = (beside.schedule, steps[1]) if beside else None
+    return fitted(comms, apart.schedule, steps[0], host, own_processors, overlapped)
 
 
 NUMBERS = len(fields(OpTime))

@@ -30,8 +30,8 @@ MESSAGES = 40
 """Collectives that tell what a message takes."""
 
 
-class Sort(NamedTuple):
-    """How messages of a sort are measured.
+class Sampling(NamedTuple):
+    """How messages are measured.
 
     Attributes:
         behind: collectives that are under way at once.
@@ -42,10 +42,10 @@ class Sort(NamedTuple):
     part: float
 
 
-SENT = Sort(1, 0.5)
+SENT = Sampling(1, 0.5)
 """Over sockets. The kernel's work for arrivals interrupts some of them, in steps as in tries."""
 
-COPIED = Sort(3, 0.25)
+COPIED = Sampling(3, 0.25)
 """Through shared memory. A rank that waits for the first of some finds the others there, as it does those of further
 peers: waiting is most of what a single one takes. The work is copies of a few kilobytes, so what takes longer than the
 fastest was disturbed by other threads of the processor."""
@@ -128,26 +128,25 @@ def _series(
     return times
 
 
-def _message(comm: Communicator, control: Communicator, device: torch.device, sort: Sort) -> float:
+def _message(comm: Communicator, control: Communicator, device: torch.device, sampling: Sampling) -> float:
     """The seconds of this thread for one peer more, in collectives that send each a message of its own. Collective."""
-    more = message(partial(_try, comm, device), sort) / (comm.size - 1)
+    more = message(partial(_try, comm, device), sampling) / (comm.size - 1)
     return float(exchange(control, torch.tensor([more], dtype=torch.float64, device="cpu")).mean())
 
 
-def message(take: Callable[[int, int], float], sort: Sort) -> float:
+def message(take: Callable[[int, int], float], sampling: Sampling) -> float:
     """The seconds that the messages of a collective take.
 
     Args:
         take: makes so many collectives at once, with so many bytes for each peer, and says how long they took.
-        sort: the sort of messages.
+        sampling: how they are measured.
 
     >>> message(lambda count, size: 1.0 + count * (2.0 if size else 0.5), SENT)
     1.5
     """
-    empty, full = (
-        sorted(take(sort.behind, size) for _ in range(MESSAGES))[int(sort.part * MESSAGES)] for size in (0, MESSAGE)
-    )
-    return max(full - empty, 0.0) / sort.behind
+    behind, place = sampling.behind, int(sampling.part * MESSAGES)
+    empty, full = (sorted(take(behind, size) for _ in range(MESSAGES))[place] for size in (0, MESSAGE))
+    return max(full - empty, 0.0) / behind
 
 
 def _try(comm: Communicator, device: torch.device, count: int, size: int) -> float:

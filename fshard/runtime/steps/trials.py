@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 
 from fshard.runtime.comm.communicators import Communicators
 from fshard.runtime.execution.timed import Stopwatch
-from fshard.runtime.steps.calibrate import fitted_by_all
+from fshard.runtime.steps.calibrate import Watched, fitted_by_all
 from fshard.runtime.steps.contests import Contest, opened
 from fshard.schedule.auto import Auto, Choice, choose
 from fshard.schedule.candidates import Task
@@ -67,7 +67,7 @@ class Trial:
 
         Collective.
         """
-        costs = fitted_by_all(comms, self.schedule, self.watches[WARM:])
+        costs = fitted_by_all(comms, Watched(self.schedule, self.watches[WARM:]))
         made = choice if costs is None else choose(self.task, auto, costs)
         return made, opened(comms, made)
 
