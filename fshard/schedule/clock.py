@@ -14,22 +14,34 @@ import torch
 from torch import Tensor
 
 from fshard.schedule import refusals
-from fshard.schedule.costs import Costs, Noise
+from fshard.schedule.costs import Costs, Link, Noise
 from fshard.schedule.ops import STEP_KINDS, Op
 from fshard.schedule.schedule import Schedule
 from fshard.schedule.transfers import Transfer, awaited, started
 from fshard.schedule.wires import Passing, Time, Wire, covered
 from fshard.sharding.mesh import Mesh
 
-TURN = 2e-3
-"""Seconds that threads which carry transfers wait for a processor, where ranks share it and compute: as long as another
-thread may still run, at the mean. The kernel looks every 4 ms (at 250 Hz) whether it has run long enough."""
+TICK = 4e-3
+"""Seconds after which the kernel looks whether a thread has run long enough (at 250 Hz)."""
+
+BEFORE = 3
+"""Steps before the one that is told: by then, bursts are as in all later ones."""
 
 Issue = tuple[Callable[[Time], Time], Time]
 """When a transfer arrives that is waited for from some time on; and the work that was owed when it was issued."""
 
-BEFORE = 3
-"""Steps before the one that is told: by then, bursts are as in all later ones."""
+
+def turn(link: Link) -> float:
+    """Seconds that threads which carry a transfer wait for a processor, where ranks share it and compute.
+
+    Another thread may still run until the next tick, which may come at any time. A transfer is over when the last of
+    its ranks has had its turn: the mean of the latest of so many times.
+
+    >>> turn(Link(125e6, peers=1))
+    0.0026666666666666666
+    """
+    ranks = link.peers + 1
+    return TICK * ranks / (ranks + 1)
 
 
 @dataclass
@@ -139,10 +151,10 @@ class Clock:
         self._work(op, seconds + transfer.sent * link.sending)
         wire = self.wires.setdefault(name, Wire(self.larger, self.smaller))
         come = self.meet(self.now, transfer.axes)
-        turn = TURN if self.costs.slow > 1 and link.bytes_per_s < math.inf else 0.0
-        passing = wire.add(f"{transfer.kind}({transfer.axes})", link, transfer.sent, self.now, come, turn)
+        late = turn(link) if self.costs.slow > 1 and link.bytes_per_s < math.inf else 0.0
+        passing = wire.add(f"{transfer.kind}({transfer.axes})", link, transfer.sent, self.now, come, late)
         self.issued.append((at, wire, passing))
-        self.owed = self.owed + transfer.sent * link.beside * self.slow * self.shared
+        self.owed = self.owed + link.work(transfer.sent) * self.slow * self.shared
         self.under_way[op.kind, op.target] = partial(wire.awaited, passing, wires=self.wires.values()), self.owed
         self.ticks.sent += transfer.sent
 

@@ -44,9 +44,12 @@ class Link:
             many pass (a token bucket), and gain them again at their rate while nothing is sent.
         peak: bytes a second of a transfer that has the link for itself, or in a burst. Where ranks answer each other
             before they go on, several transfers keep a link busier than one does.
-        each: seconds of the device for the message to a peer, and that from it, where each peer has one.
+        each: seconds of the device for the message to a peer, and that from it, where each peer has one. Over sockets
+            processors take as much again beside that.
         peers: with how many peers the costs of starts and waits were measured; 0 if that is not known.
         together: transfers of one communicator that are on their way at once. The others wait for their turn.
+        shared_memory: ranks copy through memory that they share: a gather's start copies a shard once for all peers.
+            Over sockets it sends each its own.
 
     Raises:
         PlanError: a rate that is not positive, or a negative time or size.
@@ -65,9 +68,12 @@ class Link:
     each: float = 0.0
     peers: int = 0
     together: int = 1
+    shared_memory: bool = False
 
     def __post_init__(self) -> None:
-        expect("fs.sim.Link", [(name, value, (int, float), "a number") for name, value in vars(self).items()])
+        shared = "shared_memory", self.shared_memory, bool, "True or False"
+        numbers = [(name, value, (int, float), "a number") for name, value in vars(self).items() if name != shared[0]]
+        expect("fs.sim.Link", [*numbers, shared])
         problems = []
         for name in ("bytes_per_s", "peak"):
             if not getattr(self, name) > 0:
@@ -81,6 +87,10 @@ class Link:
             problems.append(f"together={self.together!r}: at least 1")
         if problems:
             raise refusals.bad_costs(problems)
+
+    def work(self, sent: int) -> float:
+        """Seconds of processors for a transfer of so many bytes, beside what the device does for it."""
+        return sent * self.beside + (0.0 if self.shared_memory else self.each * self.peers)
 
     def __repr__(self) -> str:
         shown = {name: value for name, value in vars(self).items() if value or name == "latency"}
@@ -210,7 +220,7 @@ class Costs:
     def among(self, mesh: Mesh) -> "Costs":
         """The costs where other ranks take part: each has a message for each peer, which takes its time.
 
-        A gather sends one shard to every peer, and its start copies that once, so a byte that is sent takes less of it.
+        Through shared memory, a gather's start copies a shard once for all peers: a byte that is sent takes less of it.
         More ranks that shard have less to update each.
 
         Args:
@@ -230,8 +240,8 @@ class Costs:
             names = tuple(axes.split("+"))
             if link.peers and set(names) <= set(mesh.axis_names):
                 peers = mesh.axis_size(names) - 1
-                more, copied = peers - link.peers, link.peers / peers if kind in GATHERS and peers else 1.0
-                links[key] = replace(link, peers=peers, sending=link.sending * copied)
+                more, once = peers - link.peers, link.shared_memory and kind in GATHERS and peers
+                links[key] = replace(link, peers=peers, sending=link.sending * (link.peers / peers if once else 1.0))
                 if over:
                     wait = f"wait {kind}", ""
                     seconds[wait] = max(seconds.get(wait, 0.0) + link.each * more, 0.0)
@@ -311,8 +321,9 @@ def _plain(link: Link) -> dict[str, float | None]:
 
 def _link(values: Mapping[str, Any]) -> Link:
     found = {name: math.inf if value is None else float(value) for name, value in values.items()}
+    shared = bool(found.pop("shared_memory", 0.0))
     counts = {name: int(found.get(name, usual)) for name, usual in (("peers", 0), ("together", 1))}
-    return Link(**{**found, **counts})  # type: ignore[arg-type]
+    return Link(**{**found, **counts}, shared_memory=shared)  # type: ignore[arg-type]
 
 
 def _split(seconds: Mapping[str, Any]) -> list[tuple[str, str, str, Any]]:

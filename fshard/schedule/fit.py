@@ -139,13 +139,13 @@ def _beside(costs: Costs, schedule: Schedule, ranks: Sequence[Row], overlap: Ove
     """
     moved = [(move.sent, costs.carrier(move)[1]) for move in _on_links(overlap.schedule)]
     sent = sum(size for size, link in moved if link.bytes_per_s < math.inf)
-    copied = sum(size * link.beside for size, link in moved if link.bytes_per_s == math.inf)
+    known = sum(link.work(size if link.bytes_per_s == math.inf else 0) for size, link in moved)
     if not sent:
         return dict(costs.links)
     other, own = (Clock(each, replace(costs, processors=1.0)).run().compute for each in (overlap.schedule, schedule))
     ops = fmean([_apart(schedule, row) for row in ranks]) + other - own
     spent = fmean([sum(time.process + time.gap_process for time in row) for row in overlap.ranks])
-    each = max(spent - ops - copied, 0.0) / sent
+    each = max(spent - ops - known, 0.0) / sent
     return {
         key: link if link.bytes_per_s == math.inf else replace(link, beside=each) for key, link in costs.links.items()
     }

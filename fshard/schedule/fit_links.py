@@ -119,10 +119,19 @@ def busy(
 ) -> dict[str, Link]:
     """The links over some axes, with what they do that are kept busy. Steps take ``period`` seconds."""
     kinds = {key: link for key, link in links.items() if key.endswith(f" over {axes}")}
-    own = {key: replace(link, each=stream.each, peers=stream.peers) for key, link in kinds.items()}
-    if stream.rate == math.inf:
+    copied = stream.rate == math.inf
+    measured = partial(replace, each=stream.each, peers=stream.peers, shared_memory=copied)
+    own = {key: measured(link) for key, link in kinds.items()}
+    if copied:
         return _copied(own, slow)
-    return _carried(own, stream, found, slow, period) if own else {}
+    carried = _carried(own, stream, found, slow, period) if own else {}
+    return {key: _less_messages(link, found[key]) for key, link in carried.items()}
+
+
+def _less_messages(link: Link, samples: Sequence[Sample]) -> Link:
+    """A link whose bytes take what others did beside, less what messages take."""
+    messages = len(samples) * link.work(0) / sum(sample.sent for sample in samples)
+    return replace(link, beside=max(link.beside - messages, 0.0))
 
 
 def _copied(own: Mapping[str, Link], slow: float) -> dict[str, Link]:

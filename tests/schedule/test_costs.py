@@ -74,11 +74,26 @@ def test_more_ranks_send_more_messages() -> None:
     assert half.host == 2.0
 
 
+def test_messages_over_sockets_take_processors_as_bytes_do() -> None:
+    link = Link(1e9, beside=0.25, each=3.0, peers=1)
+    assert link.work(8) == 5.0 and replace(link, shared_memory=True).work(8) == 2.0
+    costs = Costs({("forward", ""): 99.0, ("backward", ""): 99.0}, links={"all_gather over shard": link}, processors=1)
+    four = costs.among(fs.abstract_mesh((4,), ("shard",))).links["all_gather over shard"]
+    assert four.work(8) == 11.0
+    schedule = over(1)
+    moved = [move.sent for group in schedule.groups for move in group.transfers if move.kind == "all_gather"]
+    count = sum(op.kind == "all_gather" for op in schedule)
+    ticks = simulate(schedule, costs)
+    assert count == len(moved) and ticks.beside == pytest.approx(sum(map(link.work, moved)))
+
+
+@pytest.mark.parametrize("shared", [True, False])
 @pytest.mark.parametrize("kind", ["all_gather", "regather", "update_gather", "reduce_scatter", "replica_reduce"])
-def test_a_gather_copies_a_shard_once_for_all_peers(kind: str) -> None:
-    costs = Costs(links={f"{kind} over shard": Link(1e9, sending=0.06, taking=0.06, peers=1)})
+def test_through_shared_memory_a_gather_copies_a_shard_once_for_all_peers(kind: str, shared: bool) -> None:
+    link = Link(1e9, sending=0.06, taking=0.06, peers=1, shared_memory=shared)
+    costs = Costs(links={f"{kind} over shard": link})
     four = costs.among(fs.abstract_mesh((4,), ("shard",))).links[f"{kind} over shard"]
-    assert four.sending == pytest.approx(0.06 if "reduce" in kind else 0.02)
+    assert four.sending == pytest.approx(0.02 if shared and "reduce" not in kind else 0.06)
     assert four.taking == 0.06 and four.peers == 3
     assert costs.among(fs.abstract_mesh((1,), ("shard",))).links[f"{kind} over shard"].sending == 0.06
 
@@ -195,7 +210,12 @@ def test_noise_grows_with_ranks_and_repeats_by_seed() -> None:
 
 
 def test_costs_are_saved_and_composed(tmp_path: Path) -> None:
-    units = Costs({("forward", "u0"): 1.0, ("all_gather", ""): 9.0}, Link(1.0, together=2), host=2.0, processors=1)
+    units = Costs(
+        {("forward", "u0"): 1.0, ("all_gather", ""): 9.0},
+        Link(1.0, together=2, shared_memory=True),
+        host=2.0,
+        processors=1,
+    )
     units = replace(units, machine="here")
     links = Costs({("all_gather", ""): 0.5}, links={"shard": Link(1e9, 1e-5)}, machine="there", processors=2)
     units.save(tmp_path / "a.json")
