@@ -11,8 +11,9 @@ runs on a machine makes steps slower, never faster, and these machines are share
 ranks of their own, so that both see the same minute. Where four ranks share two processors, two calibrations of two
 ranks each run side by side: what a rank computes takes longer where the others' data do not fit into the caches beside
 its own. How much slower all steps were is told, and how far the steps of the first half of that minute are from those
-of the second: no prediction can be closer than that. A piece in which they differ by more than 5 % at the median is
-measured again, up to ``--tries`` times, and the one whose halves differ least counts, whatever was predicted.
+of the second: no prediction can be closer than that. A piece in which they differ by more than 5 % at the median, or in
+which a quarter of the calibrations foresees 10 % more than another quarter (half of that is what counts), is measured
+again, up to ``--tries`` times, and the calmest one counts, however close its predictions are.
 
 All of it takes most of an hour. ``--resume --minutes 4`` measures a part of it: pieces that the results lack, as long
 as there is time. A piece is one model in one setting, and is kept as soon as it is measured. ``--runs FOLDER`` keeps
@@ -30,6 +31,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -87,7 +89,8 @@ FEWEST = 3
 """Calibrations that a case needs beside it."""
 
 CALM = 0.05
-"""A piece is measured again if the halves of its minute differ by more than this, at the median of its cases."""
+"""A piece is measured again if the halves of its minute differ by more than this, at the median of its cases, or if
+half of its calibrations are further from their median."""
 
 
 def measure(args: argparse.Namespace) -> int:
@@ -137,8 +140,7 @@ class Machine:
         found = self._run(setting, name)
         cases = {}
         for key, case in pooled(found["cases"]).items():
-            times = int(key.split("|")[1])
-            costs = near(setting, [made for made in found["costs"] if made["accumulate"] == times], case)
+            costs = near(setting, beside(found, key.split("|")[1]), case)
             cases[key] = predicted(case, costs)
         return {
             "cases": cases,
@@ -149,10 +151,11 @@ class Machine:
     def _run(self, setting: Setting, name: str) -> Any:
         kept = self.runs and self.runs / f"{setting}, {name}.json"
         found = [json.loads(kept.read_text())] if kept and kept.exists() else []
-        while len(found) < self.tries and not (found and unrest(found[-1]["cases"]) <= CALM):
+        disturbed = partial(unrest, setting)
+        while len(found) < self.tries and not (found and disturbed(found[-1]) <= CALM):
             found.append(together(setting, {**self.options, "models": [name]}))
             found[-1]["date"] = f"{datetime.datetime.now(datetime.UTC):%Y-%m-%d %H:%M} UTC"
-        calmest = min(found, key=lambda each: unrest(each["cases"]))
+        calmest = min(found, key=disturbed)
         if kept:
             kept.parent.mkdir(parents=True, exist_ok=True)
             kept.write_text(json.dumps(calmest))
@@ -182,13 +185,19 @@ def together(setting: Setting, options: Mapping[str, Any]) -> Any:
 
 def near(setting: Setting, calibrations: Sequence[Any], case: Mapping[str, Any]) -> Costs:
     """The median of the calibrations in a case's minute, by what they foresee for it; or of all if these are few."""
+    found = foreseen(setting, calibrations, case)
+    return found[len(found) // 2][1]
+
+
+def foreseen(setting: Setting, calibrations: Sequence[Any], case: Mapping[str, Any]) -> list[tuple[float, Costs]]:
+    """What the calibrations in a case's minute foresee for it, and their costs; those of all if these are few."""
     begun, over = case["span"]
     found = [made["costs"] for made in calibrations if begun <= made["at"] <= over]
     used = found if len(found) >= FEWEST else [made["costs"] for made in calibrations]
     costs = [placed(setting, read(each)) for each in used]
     schedule = parse(case["schedule"])
     kinds = {op.kind for op in schedule}
-    return sorted(costs, key=lambda each: simulate(schedule, each.only(kinds)).seconds)[len(costs) // 2]
+    return sorted([(simulate(schedule, each.only(kinds)).seconds, each) for each in costs], key=lambda pair: pair[0])
 
 
 def read(values: Any) -> Costs:
@@ -228,12 +237,32 @@ def halves(times: Sequence[float]) -> float:
     return usual(times[half:]) / usual(times[:half]) - 1
 
 
-def unrest(cases: Mapping[str, Any]) -> float:
-    """How far the halves of a piece are from each other: the median over cases, of the microbatches with most."""
-    found: dict[str, list[float]] = {}
-    for key, case in pooled(cases).items():
-        found.setdefault(key.split("|")[1], []).append(abs(halves(case["times"])))
-    return max(map(statistics.median, found.values()))
+def unrest(setting: Setting, found: Mapping[str, Any]) -> float:
+    """How far the halves of a piece are from each other, or its calibrations from their median.
+
+    Of each it is the median over cases, of the microbatches with most.
+    """
+    steps: dict[str, list[float]] = {}
+    costs: dict[str, list[float]] = {}
+    for key, case in pooled(found["cases"]).items():
+        times = key.split("|")[1]
+        steps.setdefault(times, []).append(abs(halves(case["times"])))
+        costs.setdefault(times, []).append(spread(setting, beside(found, times), case))
+    return max(map(statistics.median, [*steps.values(), *costs.values()]))
+
+
+def spread(setting: Setting, calibrations: Sequence[Any], case: Mapping[str, Any]) -> float:
+    """How far half of the calibrations are from their median, by what they foresee for a case."""
+    if len(calibrations) < FEWEST:
+        return 0.0
+    every = [seconds for seconds, _ in foreseen(setting, calibrations, case)]
+    low, middle, high = statistics.quantiles(every)
+    return (high - low) / middle / 2
+
+
+def beside(found: Mapping[str, Any], times: str) -> list[Any]:
+    """The calibrations with so many microbatches."""
+    return [made for made in found["costs"] if made["accumulate"] == int(times)]
 
 
 def usual(times: Sequence[float]) -> float:

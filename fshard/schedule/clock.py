@@ -25,7 +25,7 @@ TICK = 4e-3
 """Seconds after which the kernel looks whether a thread has run long enough (at 250 Hz)."""
 
 BEFORE = 3
-"""Steps before the one that is told: by then, bursts are as in all later ones."""
+"""Steps before the one that is told: by then, bursts are as in all later ones, and what ranks take from each other."""
 
 Issue = tuple[Callable[[Time], Time], Time]
 """When a transfer arrives that is waited for from some time on; and the work that was owed when it was issued."""
@@ -55,6 +55,7 @@ class Ticks:
     compute: float = 0.0
     beside: float = 0.0
     sent: int = 0
+    host: float = 0.0
 
 
 class Clock:
@@ -62,7 +63,10 @@ class Clock:
 
     Work of threads that carry transfers is owed in the order of issue. While the device computes, they get half of a
     processor that they share with it; while it waits, all of it. A transfer has arrived when its bytes have, and when
-    its work is done. Where ranks share a processor, it starts when its threads have their turn.
+    its work is done.
+
+    Where ranks share a processor, a transfer starts when its threads have their turn. All that a rank does takes longer
+    by the part of a step in which the others have something to do: while they wait, it has the processor alone.
     """
 
     larger: Callable[[Time, Time], Time] = staticmethod(max)
@@ -72,11 +76,12 @@ class Clock:
         self.schedule, self.costs = schedule, costs
         every = ((group.name, transfer) for group in schedule.groups for transfer in group.transfers)
         self.transfers = {(move.kind, name): move for name, move in every if move.sent and move.row.link}
-        self.slow = costs.slow
+        self.slow: Time = costs.slow
         self.shared = min(max(2.0 - costs.processors, 0.0), 1.0)  # the part of work beside that compute feels
         self.now: Time = 0.0
         self.owed: Time = 0.0
         self.done: Time = 0.0
+        self.worked: Time = 0.0
         self.wires: dict[str, Wire] = {}
         self.issued: list[tuple[int, Wire, Passing]] = []
         self.under_way: dict[tuple[str, str], Issue] = {}
@@ -84,15 +89,27 @@ class Clock:
 
     def run(self) -> Ticks:
         """Tell the times of all ops, in a step that others like it have gone before: bursts may be spent."""
-        wires = {self.costs.carrier(transfer)[1].burst for transfer in self.transfers.values()}
-        for _ in range(BEFORE if any(wires) else 0):
+        bursts = any(self.costs.carrier(transfer)[1].burst for transfer in self.transfers.values())
+        for _ in range(BEFORE if bursts or self.costs.slow > 1 else 0):
             self._all()
-            over = self.now + self.costs.host * self.slow
+            over = self.over
             for wire in self.wires.values():
                 wire.begin(over)
-            self.now, self.owed, self.done, self.ticks = 0.0 * self.now, 0.0, 0.0, Ticks()
+            self.slow = self._slower(over)
+            self.now, self.owed, self.done, self.worked, self.ticks = 0.0 * self.now, 0.0, 0.0, 0.0, Ticks()
             self.issued, self.under_way = [], {}
         return self._all()
+
+    @property
+    def over(self) -> Time:
+        """When the step is over, with what the host does around it."""
+        return self.now + self.costs.host * self.slow
+
+    def _slower(self, over: Time) -> Time:
+        """How many times longer all takes, by the part of the last step in which a rank had something to do."""
+        working = self.worked + self.owed + self.costs.host * self.slow
+        part = self.smaller(working / self.larger(over, 1e-9), 1.0)
+        return 1.0 + (self.costs.slow - 1.0) * part
 
     def _all(self) -> Ticks:
         ticks = self.ticks
@@ -107,6 +124,7 @@ class Clock:
         for name, wire in self.wires.items():
             carried = (each for lane in wire.lanes.values() for each in lane)
             ticks.busy[name] = covered([(self.read(each.start), self.read(each.arrival)) for each in carried])
+        ticks.host = self.read(self.costs.host * self.slow)
         return ticks
 
     def read(self, time: Time) -> float:
@@ -174,7 +192,7 @@ class Clock:
         busy = seconds * factor
         rest = self.owed - self.done
         taken = self.smaller(rest, busy) if self.shared else 0.0 * busy
-        self.now, self.done = self.now + (busy + taken), self.done + taken
+        self.now, self.done, self.worked = self.now + (busy + taken), self.done + taken, self.worked + busy
         self.ticks.compute += self.read(busy)
         self.ticks.beside += self.read(taken)
 
@@ -205,10 +223,10 @@ class Fleet(Clock):
         self.now = torch.zeros(mesh.size, dtype=torch.float64, device="cpu")
 
     def ends(self) -> list[float]:
-        """When each rank is over."""
+        """When each rank is over, with what the host does around the step."""
         made = Fleet(self.schedule, self.costs, self.mesh, self.noise)
         made.run(0)
-        found: list[float] = made.now.tolist()
+        found: list[float] = made.over.tolist()
         return found
 
     def run(self, rank: int = 0) -> Ticks:

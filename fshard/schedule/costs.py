@@ -26,6 +26,13 @@ FORMAT = "fshard costs 1"
 GATHERS = frozenset(kind.name for kind in KINDS.values() if kind.stage in ("read", "updated"))
 """Kinds of transfers that send the same bytes to each peer."""
 
+AROUND = 2.0
+"""What processors do around a message over sockets, in times of what the thread that sends it does."""
+
+UNEVEN = 0.85
+"""The part of its rate that a link reaches with one transfer to several peers: their connections do not end together,
+and the last one of a rank goes to a peer whose link others use, too."""
+
 USUAL = (("peak", math.inf), ("together", 1))
 
 
@@ -45,7 +52,7 @@ class Link:
         peak: bytes a second of a transfer that has the link for itself, or in a burst. Where ranks answer each other
             before they go on, several transfers keep a link busier than one does.
         each: seconds of the device for the message to a peer, and that from it, where each peer has one. Over sockets
-            processors take as much again beside that.
+            processors take twice as much beside that.
         peers: with how many peers the costs of starts and waits were measured; 0 if that is not known.
         together: transfers of one communicator that are on their way at once. The others wait for their turn.
         shared_memory: ranks copy through memory that they share: a gather's start copies a shard once for all peers.
@@ -90,7 +97,7 @@ class Link:
 
     def work(self, sent: int) -> float:
         """Seconds of processors for a transfer of so many bytes, beside what the device does for it."""
-        return sent * self.beside + (0.0 if self.shared_memory else self.each * self.peers)
+        return sent * self.beside + (0.0 if self.shared_memory else AROUND * self.each * self.peers)
 
     def __repr__(self) -> str:
         shown = {name: value for name, value in vars(self).items() if value or name == "latency"}
@@ -221,7 +228,8 @@ class Costs:
         """The costs where other ranks take part: each has a message for each peer, which takes its time.
 
         Through shared memory, a gather's start copies a shard once for all peers: a byte that is sent takes less of it.
-        More ranks that shard have less to update each.
+        A link whose transfers are messages to several peers needs two of them to be busy all the time. More ranks that
+        shard have less to update each.
 
         Args:
             mesh: the ranks. What is not known to grow with them stays.
@@ -240,8 +248,8 @@ class Costs:
             names = tuple(axes.split("+"))
             if link.peers and set(names) <= set(mesh.axis_names):
                 peers = mesh.axis_size(names) - 1
-                more, once = peers - link.peers, link.shared_memory and kind in GATHERS and peers
-                links[key] = replace(link, peers=peers, sending=link.sending * (link.peers / peers if once else 1.0))
+                more = peers - link.peers
+                links[key] = _to_peers(link, peers, kind in GATHERS)
                 if over:
                     wait = f"wait {kind}", ""
                     seconds[wait] = max(seconds.get(wait, 0.0) + link.each * more, 0.0)
@@ -313,6 +321,15 @@ def read_costs(path: str | os.PathLike[str]) -> Costs:
             f"{os.fspath(path)}: not costs that Costs.save has written ({type(error).__name__}: {error}): calibrate "
             f"again, and save what comes of it"
         ) from error
+
+
+def _to_peers(link: Link, peers: int, gathers: bool) -> Link:
+    """A link whose transfers go to so many peers."""
+    once = link.shared_memory and gathers and peers
+    sending = link.sending * (link.peers / peers if once else 1.0)
+    messages = link.together > 1  # in rings, each rank has one connection, whoever takes part
+    peak = min(link.peak, UNEVEN * link.bytes_per_s) if messages and peers > 1 == link.peers else link.peak
+    return replace(link, peers=peers, sending=sending, peak=peak)
 
 
 def _plain(link: Link) -> dict[str, float | None]:

@@ -5,7 +5,8 @@ schedule, and communicators beside it: one for each kind of transfer over each s
 carries one transfer at a time, or as many as its link says, in the order of issue. Communicators over one link share
 it in equal parts, as connections do. The wait of a transfer holds the device until it has arrived; that time is
 *exposed*. Threads that carry transfers take processor time from compute, as far as a rank has no second processor.
-Where ranks share a processor these threads wait for their turn on it, unless the device waits.
+Where ranks share a processor these threads wait for their turn on it, unless the device waits; and what a rank does
+takes longer by the part of a step in which the others have something to do.
 
 Where each communicator has a link and each rank a processor of its own, no time gets longer when a cost gets smaller.
 But where some share a link, a transfer that begins sooner makes others later, a link that lets bursts pass gains fewer
@@ -171,7 +172,7 @@ def simulate(schedule: Schedule, costs: Costs, mesh: Mesh | None = None, noise: 
     fleet = Fleet(schedule, costs, mesh, noise)
     ends = fleet.ends()
     rank = max(range(mesh.size), key=ends.__getitem__)
-    return _told(schedule, costs, fleet.run(rank), rank, tuple(costs.host * costs.slow + end for end in ends))
+    return _told(schedule, costs, fleet.run(rank), rank, tuple(ends))
 
 
 def _refuse_strange(schedule: Schedule, costs: Costs) -> None:
@@ -207,8 +208,7 @@ def _told(schedule: Schedule, costs: Costs, ticks: Ticks, rank: int = 0, by_rank
     wire = max(ticks.busy.values(), default=0.0)
     times = tuple(ticks.issued), tuple(ticks.starts), tuple(ticks.ends)
     sent = ticks.sent + between(schedule).total()
-    around = costs.host * costs.slow
-    return Simulation(schedule, *times, ticks.compute, wire, sent, ticks.beside, around, rank, by_rank)
+    return Simulation(schedule, *times, ticks.compute, wire, sent, ticks.beside, ticks.host, rank, by_rank)
 
 
 def measured(

@@ -17,6 +17,7 @@ from fshard.runtime.steps import calibrate
 from fshard.runtime.steps.calibrate import Watched, fitted_by_all, op_times
 from fshard.schedule import Costs, Link, Policy, Schedule, simulate
 from fshard.schedule.clock import TICK, turn
+from fshard.schedule.costs import AROUND
 from fshard.schedule.fit import APART, BESIDE, OpTime, Overlap, fit
 from fshard.schedule.fit_links import Stream
 from fshard.schedule.transfers import awaited, started
@@ -160,7 +161,7 @@ def sent_by(schedule: Schedule) -> list[int]:
     return [sizes[op.kind, op.target] for op in schedule if sizes.get((op.kind, op.target))]
 
 
-@given(st.floats(-0.01, 5.0), st.floats(0.0, 5.0), st.sampled_from([0.5, 1.0, 2.0]), st.sampled_from([0.0, 0.02]))
+@given(st.floats(-0.01, 5.0), st.floats(0.0, 5.0), st.sampled_from([0.5, 1.0, 2.0]), st.sampled_from([0.0, 0.01]))
 @settings(max_examples=60, deadline=None)
 def test_what_transfers_take_from_compute_is_what_steps_take_more(
     more: float, kernels: float, own: float, each: float
@@ -174,7 +175,7 @@ def test_what_transfers_take_from_compute_is_what_steps_take_more(
     streams = {"shard": Stream(50.0, 0.0, each, peers=1)}
     costs = fit(apart, [alone] * 2, 0.0, own, "", streams, Overlap(beside, [among] * 2))
     count, moved = sum(op.kind == "backward" for op in beside), sent_by(beside)
-    wanted = link.beside + (count * more - len(moved) * each) / sum(moved)
+    wanted = link.beside + (count * more - len(moved) * AROUND * each) / sum(moved)
     assert [each.beside for each in costs.links.values()] == pytest.approx([wanted] * len(costs.links))
     longer = simulate(beside, replace(costs, processors=1.0))  # all that processors do in such a step, no less
     spent = sum(time.process for time in among) - sum(op.kind in always for op in beside) * kernels

@@ -5,6 +5,7 @@ import importlib
 import importlib.util
 import json
 import os
+import statistics
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -15,7 +16,9 @@ from typing import Any
 import pytest
 import torch
 
+import fshard as fs
 from fshard.schedule import Link
+from tests.schedule.test_costs import over
 
 FOLDER = Path(__file__).parents[2] / "benchmarks"
 NAMES = (
@@ -251,7 +254,8 @@ def test_foresight_measures_a_disturbed_piece_again_and_keeps_the_calmest(
     bench: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def ran(late: float) -> dict[str, Any]:
-        cases = {f"gpt|1|{name}": {"schedule": name, "times": [1.0] * 4 + [1.0 + late] * 4} for name in "abc"}
+        late_ones = [1.0] * 4 + [1.0 + late] * 4
+        cases = {f"gpt|1|{name}": {"schedule": name, "times": late_ones, "span": [0, 1]} for name in "abc"}
         cases["gpt|1|c"]["times"] = [1.0] * 8
         return {"cases": cases, "costs": []}
 
@@ -271,9 +275,21 @@ def test_foresight_measures_a_disturbed_piece_again_and_keeps_the_calmest(
         monkeypatch.setattr(module, "together", together)
         folder = tmp_path / str(kept)
         found = module.Machine({}, folder, tries=3)._run(setting, "gpt")
-        assert len(done) == made and module.unrest(found["cases"]) == pytest.approx(kept)
+        assert len(done) == made and module.unrest(setting, found) == pytest.approx(kept)
         again = module.Machine({}, folder, tries=1)._run(setting, "gpt")  # no new steps
         assert len(done) == made and again == found
+
+
+@pytest.mark.parametrize(("others", "wanted"), [(1.0, 0.0), (1.4, 0.2)])
+def test_foresight_takes_calibrations_that_differ_for_a_disturbance(bench: Any, others: float, wanted: float) -> None:
+    """Half of the distance of their quartiles, by what they foresee, whatever was measured."""
+    module, schedule = bench.foresight, str(over(1))
+    every = [fs.sim.Costs({("forward", ""): seconds, ("backward", ""): 0.0}) for seconds in [1.0] * 4 + [others] * 4]
+    costs = [{"costs": each.as_json(), "at": 0.5, "accumulate": 1} for each in every]
+    for times in ([9.0] * 8, [1.0] * 8):
+        cases = {"gpt|1|default": {"schedule": schedule, "times": times, "span": [0, 1]}}
+        found = module.unrest(module.SETTINGS[0], {"cases": cases, "costs": costs})
+        assert found == pytest.approx(wanted / statistics.median([1.0] * 4 + [others] * 4), abs=1e-3)
 
 
 def test_foresight_judges_choices_by_what_fits_and_keeps_what_was_measured(bench: Any, tmp_path: Path) -> None:
