@@ -11,9 +11,9 @@ runs on a machine makes steps slower, never faster, and these machines are share
 ranks of their own, so that both see the same minute. Where four ranks share two processors, two calibrations of two
 ranks each run side by side: what a rank computes takes longer where the others' data do not fit into the caches beside
 its own. How much slower all steps were is told, and how far the steps of the first half of that minute are from those
-of the second: no prediction can be closer than that. A piece in which they differ by more than 5 % at the median, or in
-which a quarter of the calibrations foresees 10 % more than another quarter (half of that is what counts), is measured
-again, up to ``--tries`` times, and the calmest one counts, however close its predictions are.
+of the second: no prediction can be closer than that. A piece in which they differ by more than 5 % at the median is
+measured again, up to ``--tries`` times; so is one in which the quartiles of what its calibrations foresee are more than
+10 % apart. The calmest try counts, however close its predictions are.
 
 All of it takes most of an hour. ``--resume --minutes 4`` measures a part of it: pieces that the results lack, as long
 as there is time. A piece is one model in one setting, and is kept as soon as it is measured. ``--runs FOLDER`` keeps
@@ -140,7 +140,7 @@ class Machine:
         found = self._run(setting, name)
         cases = {}
         for key, case in pooled(found["cases"]).items():
-            costs = near(setting, beside(found, key.split("|")[1]), case)
+            costs = near(setting, with_microbatches(found, key.split("|")[1]), case)
             cases[key] = predicted(case, costs)
         return {
             "cases": cases,
@@ -247,7 +247,7 @@ def unrest(setting: Setting, found: Mapping[str, Any]) -> float:
     for key, case in pooled(found["cases"]).items():
         times = key.split("|")[1]
         steps.setdefault(times, []).append(abs(halves(case["times"])))
-        costs.setdefault(times, []).append(spread(setting, beside(found, times), case))
+        costs.setdefault(times, []).append(spread(setting, with_microbatches(found, times), case))
     return max(map(statistics.median, [*steps.values(), *costs.values()]))
 
 
@@ -260,7 +260,7 @@ def spread(setting: Setting, calibrations: Sequence[Any], case: Mapping[str, Any
     return (high - low) / middle / 2
 
 
-def beside(found: Mapping[str, Any], times: str) -> list[Any]:
+def with_microbatches(found: Mapping[str, Any], times: str) -> list[Any]:
     """The calibrations with so many microbatches."""
     return [made for made in found["costs"] if made["accumulate"] == int(times)]
 

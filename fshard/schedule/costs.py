@@ -21,17 +21,17 @@ from fshard.schedule.transfers import KINDS, Transfer, moves
 from fshard.sharding.mesh import Mesh
 from fshard.writing import write_whole
 
-FORMAT = "fshard costs 1"
+FORMAT = "fshard costs 2"
 
 GATHERS = frozenset(kind.name for kind in KINDS.values() if kind.stage in ("read", "updated"))
 """Kinds of transfers that send the same bytes to each peer."""
 
 AROUND = 2.0
-"""What processors do around a message over sockets, in times of what the thread that sends it does."""
+"""How many times as long processors work around a message over sockets as the thread that sends it does."""
 
 UNEVEN = 0.85
-"""The part of its rate that a link reaches with one transfer to several peers: their connections do not end together,
-and the last one of a rank goes to a peer whose link others use, too."""
+"""The part of its rate that a link reaches with one transfer to several peers: their connections do not end together.
+"""
 
 USUAL = (("peak", math.inf), ("together", 1))
 
@@ -120,7 +120,7 @@ class Costs:
             transfer, which shares the wire of its axes.
         host: seconds of a step before its first op and after its last.
         processors: processors that a rank has. With 2 or more, threads that carry transfers take nothing from compute;
-            with 1 they share it; with 1/2, as on a machine of 2 with 4 ranks, everything takes twice the time.
+            with 1 they share it; with 1/2, as on a machine of 2 with 4 ranks, everything takes up to twice the time.
         machine: what the costs were measured on, in words.
         ranks: the ranks that took part in the handshake and the consensus; 0 if that is not known.
         updates_by_bytes: the part of the time of updates that goes by the bytes of their shards.
@@ -172,7 +172,7 @@ class Costs:
 
     @property
     def slow(self) -> float:
-        """How many times longer everything takes where a rank has less than a processor."""
+        """How many times longer everything takes at most where a rank has less than a processor: if none ever waits."""
         return max(1.0, 1.0 / self.processors)
 
     def of(self, kind: str, target: str) -> float:
@@ -327,8 +327,9 @@ def _to_peers(link: Link, peers: int, gathers: bool) -> Link:
     """A link whose transfers go to so many peers."""
     once = link.shared_memory and gathers and peers
     sending = link.sending * (link.peers / peers if once else 1.0)
-    messages = link.together > 1  # in rings, each rank has one connection, whoever takes part
-    peak = min(link.peak, UNEVEN * link.bytes_per_s) if messages and peers > 1 == link.peers else link.peak
+    # Several at once are messages of gloo. In rings, each rank has one connection, whoever takes part.
+    uneven = link.together > 1 and link.peers == 1 and peers > 1
+    peak = min(link.peak, UNEVEN * link.bytes_per_s) if uneven else link.peak
     return replace(link, peers=peers, sending=sending, peak=peak)
 
 

@@ -133,17 +133,18 @@ def fit(
 def _beside(costs: Costs, schedule: Schedule, ranks: Sequence[Row], overlap: Overlap) -> dict[str, Link]:
     """The links, with what transfers take from processors when they run beside compute.
 
-    That is what a step takes beyond its ops as they are apart from transfers. Threads that carry transfers are the
-    smaller part of it: the kernel's work for what arrives counts for the thread that it interrupts, and data leave
-    caches. Where each transfer is waited for, most of that falls into waits.
+    A step takes so much more than its ops do apart from transfers. Threads that carry transfers are the smaller part
+    of it: the kernel's work for what arrives counts for the thread that it interrupts, and data leave caches. Where
+    each transfer is waited for, most of that falls into waits.
     """
-    moved = [(move.sent, costs.carrier(move)[1]) for move in _on_links(overlap.schedule)]
+    other, own = (Clock(each, replace(costs, processors=1.0)) for each in (overlap.schedule, schedule))
+    begun = [other.transfers.get((op.kind, op.target)) for op in overlap.schedule]
+    moved = [(move.sent, costs.carrier(move)[1]) for move in begun if move is not None]
     sent = sum(size for size, link in moved if link.bytes_per_s < math.inf)
     known = sum(link.work(size if link.bytes_per_s == math.inf else 0) for size, link in moved)
     if not sent:
         return dict(costs.links)
-    other, own = (Clock(each, replace(costs, processors=1.0)).run().compute for each in (overlap.schedule, schedule))
-    ops = fmean([_apart(schedule, row) for row in ranks]) + other - own
+    ops = fmean([_apart(schedule, row) for row in ranks]) + other.run().compute - own.run().compute
     spent = fmean([sum(time.process + time.gap_process for time in row) for row in overlap.ranks])
     each = max(spent - ops - known, 0.0) / sent
     return {
@@ -156,13 +157,6 @@ def _apart(schedule: Schedule, row: Row) -> float:
     moving = [started(op.kind) or awaited(op.kind) for op in schedule]
     own = [time.thread if moves else time.process for moves, time in zip(moving, row, strict=True)]
     return sum(own) + sum(time.gap_process for time in row)
-
-
-def _on_links(schedule: Schedule) -> list[Transfer]:
-    """The transfers that a schedule starts, as often as it does, and that go over a link."""
-    moves = {(move.kind, group.name): move for group in schedule.groups for move in group.transfers}
-    begun = [moves.get((op.kind, op.target)) for op in schedule]
-    return [move for move in begun if move is not None and move.sent and move.row.link]
 
 
 def _by_bytes(schedule: Schedule, seconds: Mapping[tuple[str, str], float]) -> float:

@@ -144,13 +144,13 @@ def test_one_transfer_to_several_peers_does_not_fill_a_link() -> None:
     """Where transfers are messages; and two of them at once do."""
     for messages, shared, wanted in ((2, False, UNEVEN), (1, False, 1.0), (1, True, 1.0)):
         link = Link(100.0, peers=1, together=messages, shared_memory=shared)
-        costs = Costs(links={"shard": link, "all_gather over shard": link}, processors=2)
+        costs = Costs(links={"all_gather over shard": link})
         four, two = (costs.among(fs.abstract_mesh((n,), ("shard",))).links["all_gather over shard"] for n in (4, 2))
         assert two == link and min(four.peak, four.bytes_per_s) == pytest.approx(wanted * 100.0)
     first = [op.kind for op in over(2)].index("all_gather")
     for policy, wanted in ((Policy(prefetch=0), 2 / UNEVEN), (Policy(prefetch=1), 2.0)):
         schedule = over(2, policy)
-        run = simulate(schedule, replace(costs, links={"shard": Link(100.0, peak=UNEVEN * 100.0, together=2)}))
+        run = simulate(schedule, Costs({}, Link(100.0, peak=UNEVEN * 100.0, together=2)))
         ends = [run.ends[at] for at, op in enumerate(schedule) if op.kind == "all_gather"]
         assert ends[0] - run.starts[first] == pytest.approx(1 / UNEVEN)
         assert ends[1] - run.starts[first] == pytest.approx(wanted)
@@ -280,13 +280,21 @@ def test_costs_that_were_not_written_to_the_end_leave_the_old_ones(
         old.save(tmp_path / "none" / "a.json")
 
 
-@pytest.mark.parametrize("text", ["", "{}", "[]", '{"format": "fshard costs 1"}', '{"format": "fshard costs 2"}'])
+@pytest.mark.parametrize("text", ["", "{}", "[]", '{"format": "fshard costs 2"}', '{"format": "fshard costs 3"}'])
 def test_files_that_hold_no_costs(tmp_path: Path, text: str) -> None:
     (tmp_path / "a.json").write_text(text)
     with pytest.raises(PlanError, match=r"a\.json: not costs that Costs\.save has written"):
         read_costs(tmp_path / "a.json")
     with pytest.raises(PlanError, match="FileNotFoundError"):
         read_costs(tmp_path / "b.json")
+
+
+def test_costs_that_do_not_know_how_links_carry_are_refused(tmp_path: Path) -> None:
+    """Files of the first format do not say whether ranks share memory, and count messages as bytes."""
+    Costs(links={"shard": Link(1e9, each=1e-4, peers=1)}).save(tmp_path / "a.json")
+    (tmp_path / "a.json").write_text((tmp_path / "a.json").read_text().replace("costs 2", "costs 1"))
+    with pytest.raises(PlanError, match="its format is not 'fshard costs 2'.*calibrate again"):
+        read_costs(tmp_path / "a.json")
 
 
 @pytest.mark.parametrize(
