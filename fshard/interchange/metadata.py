@@ -45,6 +45,12 @@ RECORDS = {
 
 PATHS = ("pathlib", "pathlib._local")
 
+MEMBERS = {
+    GlobalName("torch.distributed.checkpoint.metadata", f"_MEM_FORMAT_ENCODING.{name}")
+    for name in ("TORCH_CONTIGUOUS_FORMAT", "TORCH_CHANNELS_LAST", "TORCH_PRESERVE_FORMAT")
+}
+"""Members of an enum by their names, as some versions of Python write them."""
+
 SIZE, LAYOUT = GlobalName("torch", "Size"), GlobalName("torch.serialization", "_get_layout")
 
 PRIME = (1 << 61) - 1
@@ -134,7 +140,7 @@ def _unpickled(file: File) -> CallRecord:
 
 def _known(name: GlobalName) -> bool:
     """Whether metadata may contain a name."""
-    if name in (SIZE, LAYOUT):
+    if name in (SIZE, LAYOUT) or name in MEMBERS:
         return True
     if name.module in PATHS:
         return name.name in ("PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath")

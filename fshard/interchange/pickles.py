@@ -26,6 +26,9 @@ class GlobalName(NamedTuple):
     name: str
 
 
+ATTRIBUTE = GlobalName("builtins", "getattr")
+"""The function by whose calls Python 3.11.0 to 3.11.3 write members of an enum."""
+
 PERSISTENT = GlobalName("", "persistent")
 """The function of a reference to data outside of the pickle, such as the storage of a tensor."""
 
@@ -145,9 +148,15 @@ class _Machine:
         if not isinstance(module, str) or not isinstance(name, str):
             raise ValueError(f"a name before byte {self.at} is not made of two strings")
         found = GlobalName(module, name)
-        if not self.known(found):
+        if found != ATTRIBUTE and not self.known(found):
             raise UnknownNameError(f"{module[:100]}.{name[:100]}")
         self.stack.append(self.names.setdefault(found, found))
+
+    def attribute(self, of: Any = None, name: Any = None, *more: Any) -> None:
+        """Push the attribute of a name as a dotted name, if that is allowed."""
+        if more or not isinstance(of, GlobalName) or not isinstance(name, str):
+            raise UnknownNameError(".".join(ATTRIBUTE))
+        self.name(of.module, f"{of.name}.{name}")
 
     def recall(self, key: int) -> None:
         """Push an entry of the memo."""
@@ -160,6 +169,8 @@ class _Machine:
         of, args = self.last(2)
         if not isinstance(of, GlobalName) or not isinstance(args, tuple):
             raise ValueError(f"the call before byte {self.at} is of no name with arguments")
+        if of == ATTRIBUTE:
+            return self.attribute(*args)
         self.hold(CallRecord(of, args))
 
     def build(self) -> None:

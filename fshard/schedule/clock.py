@@ -18,7 +18,7 @@ from fshard.schedule.costs import Costs, Link, Noise
 from fshard.schedule.ops import STEP_KINDS, Op
 from fshard.schedule.schedule import Schedule
 from fshard.schedule.transfers import Transfer, awaited, started
-from fshard.schedule.wires import Passing, Time, Wire, covered
+from fshard.schedule.wires import Passing, Time, Wire, as_number, covered
 from fshard.sharding.mesh import Mesh
 
 TICK = 4e-3
@@ -85,6 +85,7 @@ class Clock:
         self.wires: dict[str, Wire] = {}
         self.issued: list[tuple[int, Wire, Passing]] = []
         self.under_way: dict[tuple[str, str], Issue] = {}
+        self.behind: Time = 0.0  # by how much the last rank comes later than this one, which is like the mean of all
         self.ticks = Ticks()
 
     def run(self) -> Ticks:
@@ -97,7 +98,7 @@ class Clock:
                 wire.begin(over)
             self.slow = self._slower(over)
             self.now, self.owed, self.done, self.worked, self.ticks = 0.0 * self.now, 0.0, 0.0, 0.0, Ticks()
-            self.issued, self.under_way = [], {}
+            self.issued, self.under_way, self.behind = [], {}, 0.0
         return self._all()
 
     @property
@@ -146,7 +147,7 @@ class Clock:
             transfer = self.transfers.get((op.kind, op.target))
             if transfer is None:
                 self._work(op, seconds)
-                self.under_way[op.kind, op.target] = lambda now: now, self.owed
+                self.under_way[op.kind, op.target] = _at_once, self.owed
             else:
                 self._start(at, op, transfer, seconds)
             return self.now, self.now
@@ -159,7 +160,7 @@ class Clock:
             if transfer is not None:
                 seconds += transfer.sent * self.costs.carrier(transfer)[1].taking
         elif op.kind in STEP_KINDS:
-            self.now = self.meet(self.now, "")
+            self.now, self.behind = self.meet(self.now, "") + self.behind, 0.0
         self._work(op, seconds)
         return start, self.now
 
@@ -168,13 +169,23 @@ class Clock:
         name, link = self.costs.carrier(transfer)
         self._work(op, seconds + transfer.sent * link.sending)
         wire = self.wires.setdefault(name, Wire(self.larger, self.smaller))
-        come = self.meet(self.now, transfer.axes)
+        come = self.meet(self.now, transfer.axes) + self.behind
         late = turn(link) if self.costs.slow > 1 and link.bytes_per_s < math.inf else 0.0
         passing = wire.add(f"{transfer.kind}({transfer.axes})", link, transfer.sent, self.now, come, late)
         self.issued.append((at, wire, passing))
         self.owed = self.owed + link.work(transfer.sent) * self.slow * self.shared
-        self.under_way[op.kind, op.target] = partial(wire.awaited, passing, wires=self.wires.values()), self.owed
+        self.under_way[op.kind, op.target] = partial(self._awaited, wire, passing), self.owed
         self.ticks.sent += transfer.sent
+
+    def _awaited(self, wire: Wire, passing: Passing, now: Time) -> Time:
+        """When a transfer arrives that is waited for from now on. Then the last rank is behind by a part of its time.
+
+        Who need not wait has been behind before, or has not.
+        """
+        arrival = wire.awaited(passing, now, self.wires.values())
+        waits = as_number(arrival > now)
+        self.behind = self.behind + waits * (passing.link.spread * (arrival - passing.start) - self.behind)
+        return arrival
 
     def _arrive(self, arrival: Callable[[Time], Time], owed: Time) -> None:
         """Wait until a transfer has arrived, and the work that was owed at its start is done."""
@@ -255,6 +266,10 @@ class Fleet(Clock):
             return torch.ones(self.mesh.size, dtype=torch.float64, device="cpu")
         drawn = torch.randn(self.mesh.size, generator=self.generator, dtype=torch.float64, device="cpu")
         return torch.exp(sigma * drawn.abs())
+
+
+def _at_once(now: Time) -> Time:
+    return now
 
 
 def _times(time: Time) -> Tensor:

@@ -29,8 +29,9 @@ GATHERS = frozenset(kind.name for kind in KINDS.values() if kind.stage in ("read
 AROUND = 2.0
 """How many times as long processors work around a message over sockets as the thread that sends it does."""
 
-UNEVEN = 0.85
-"""The part of its rate that a link reaches with one transfer to several peers: their connections do not end together.
+SPREAD = 0.15
+"""The part of a transfer's time by which the last of its ranks has it later than ranks do on average, where each sends
+to several peers: their connections do not end together.
 """
 
 USUAL = (("peak", math.inf), ("together", 1))
@@ -57,6 +58,8 @@ class Link:
         together: transfers of one communicator that are on their way at once. The others wait for their turn.
         shared_memory: ranks copy through memory that they share: a gather's start copies a shard once for all peers.
             Over sockets it sends each its own.
+        spread: the part of a transfer's time by which the last of its ranks has it later than ranks do on average. The
+            next transfer that follows it begins as much later.
 
     Raises:
         PlanError: a rate that is not positive, or a negative time or size.
@@ -76,6 +79,7 @@ class Link:
     peers: int = 0
     together: int = 1
     shared_memory: bool = False
+    spread: float = 0.0
 
     def __post_init__(self) -> None:
         shared = "shared_memory", self.shared_memory, bool, "True or False"
@@ -85,7 +89,7 @@ class Link:
         for name in ("bytes_per_s", "peak"):
             if not getattr(self, name) > 0:
                 problems.append(f"{name}={getattr(self, name)!r} is not positive")
-        for name in ("latency", "sending", "beside", "taking", "each"):
+        for name in ("latency", "sending", "beside", "taking", "each", "spread"):
             if not 0 <= getattr(self, name) < math.inf:
                 problems.append(f"{name}={getattr(self, name)!r} is not a number of seconds")
         if not 0 <= self.burst < math.inf:
@@ -328,9 +332,8 @@ def _to_peers(link: Link, peers: int, gathers: bool) -> Link:
     once = link.shared_memory and gathers and peers
     sending = link.sending * (link.peers / peers if once else 1.0)
     # Several at once are messages of gloo. In rings, each rank has one connection, whoever takes part.
-    uneven = link.together > 1 and link.peers == 1 and peers > 1
-    peak = min(link.peak, UNEVEN * link.bytes_per_s) if uneven else link.peak
-    return replace(link, peers=peers, sending=sending, peak=peak)
+    apart = link.together > 1 and link.peers == 1 and peers > 1
+    return replace(link, peers=peers, sending=sending, spread=SPREAD if apart else link.spread)
 
 
 def _plain(link: Link) -> dict[str, float | None]:

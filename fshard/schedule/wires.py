@@ -94,7 +94,7 @@ class Wire:
     def awaited(self, passing: Passing, now: Time, wires: Iterable["Wire"]) -> Time:
         """The same, if the device waits for it from now on. Meanwhile threads have its processor, on all its wires."""
         self._until(now)
-        waits = _as_number(passing.arrival >= NEVER)
+        waits = as_number(passing.arrival >= NEVER)
         if _on_some(waits > 0):
             for wire in wires:
                 wire._hurry(now, waits)
@@ -132,7 +132,7 @@ class Wire:
         starts, arrivals, first = self._coming()
         self._pass(self.larger(self.smaller(first, limit), self.at))
         for each, arrival in zip(self.under_way, arrivals, strict=True):
-            each.arrival = self.smaller(each.arrival, arrival + NEVER * _as_number(arrival > self.at))
+            each.arrival = self.smaller(each.arrival, arrival + NEVER * as_number(arrival > self.at))
         for each, start in zip(self.waiting, starts, strict=True):
             self._start(each, start)
         self.under_way = [each for each in self.under_way if _on_some(each.arrival >= NEVER)]
@@ -141,7 +141,7 @@ class Wire:
 
     def _start(self, passing: Passing, start: Time) -> None:
         """Start a transfer where its time has come."""
-        starts = _as_number(start <= self.at)
+        starts = as_number(start <= self.at)
         if not _on_some(starts > 0):
             return
         if passing not in self.under_way:
@@ -158,7 +158,7 @@ class Wire:
         ready = self.larger(passing.turn, own[behind].arrival if behind >= 0 else 0.0) + passing.link.latency
         if place:
             ready = self.larger(ready, own[place - 1].start)
-        return ready + NEVER * _as_number(passing.start < NEVER)
+        return ready + NEVER * as_number(passing.start < NEVER)
 
     def _arrives(self, passing: Passing) -> Time:
         """When a transfer that has started arrives, if no other starts before.
@@ -170,19 +170,19 @@ class Wire:
             if lane != passing.lane:
                 over = over + self.smaller(left, passing.left)
         arrives = self.larger(passing.start + passing.sent / link.peak, over - link.burst / link.bytes_per_s)
-        return arrives + NEVER * _as_number(passing.arrival < NEVER)
+        return arrives + NEVER * as_number(passing.arrival < NEVER)
 
     def _pass(self, until: Time) -> None:
         """Let time pass."""
         for _ in self.needs:  # each turn one more lane is empty, or the time has come
             if not _on_some(self.at < until):
                 break
-            busy = [_as_number(left > 0) for left in self.needs.values()]
+            busy = [as_number(left > 0) for left in self.needs.values()]
             sharing = self.larger(sum(busy), 1)
             most = (until - self.at) / sharing
             for left in self.needs.values():
-                most = self.smaller(most, left + NEVER * _as_number(left <= 0))
-            self.at = self.at + most * sharing * _as_number(sum(busy) > 0)
+                most = self.smaller(most, left + NEVER * as_number(left <= 0))
+            self.at = self.at + most * sharing * as_number(sum(busy) > 0)
             for lane, left in self.needs.items():
                 self.needs[lane] = self.larger(left - most, 0.0)
             for each in self.under_way:
@@ -190,7 +190,7 @@ class Wire:
         self.at = self.larger(self.at, until)
 
 
-def _as_number(true: Any) -> Time:
+def as_number(true: Any) -> Time:
     """1 where this is so, 0 where it is not. (A bool tensor times a number would be of single precision.)"""
     return float(true) if isinstance(true, bool) else true.double()
 

@@ -64,9 +64,10 @@ class GPT(nn.Module):
 
 
 def rows(size: Size, number: int, mesh: fs.Mesh) -> Tensor:
-    """A rank's part of a batch: (batch / ranks, tokens + 1)."""
+    """A rank's part of a batch: (batch / ranks, tokens + 1). Each token is the last one plus one."""
     generator = torch.Generator().manual_seed(number)
-    whole = torch.randint(size.vocabulary, (size.batch, size.tokens + 1), generator=generator)
+    first = torch.randint(size.vocabulary, (size.batch, 1), generator=generator)
+    whole = (first + torch.arange(size.tokens + 1)) % size.vocabulary
     return whole.chunk(mesh.size)[mesh.rank].to(mesh.device)
 
 

@@ -61,6 +61,7 @@ def _measure(place: Place, found: Found, name: str, made: Job, options: dict[str
         found.check(predicted.peak_bytes > 0, f"{name}: the footprint is empty")
         return
     gc.collect()
+    torch._C._cuda_clearCublasWorkspaces()  # those of the case before: they would be subtracted twice
     torch.cuda.synchronize()
     state_bytes = torch.cuda.memory_allocated()  # parameters, optimizer state, the batch
     for _ in range(2):

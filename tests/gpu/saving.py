@@ -1,4 +1,8 @@
-"""An asynchronous save while training: losses do not change, and what is saved is the state of its step."""
+"""An asynchronous save while training: losses do not change, and what is saved is the state of its step.
+
+The states of a run are compared with what this run saved: attention's backward on CUDA adds in no fixed order, so two
+runs differ in their last bits from the second step on.
+"""
 
 import tempfile
 from pathlib import Path
@@ -22,10 +26,11 @@ def run(place: Place, found: Found) -> None:
     size = place.of(LARGE, TINY)
     if place.dry:
         found.leave("page-locked memory, and copies beside compute")
-    want, kept, quiet = _train(size, place, None)
+    want, _, quiet = _train(size, place, None)
     with tempfile.TemporaryDirectory() as folder:
-        got, _, busy = _train(size, place, Path(folder))
-        found.check(got == want, f"losses with saves {got}, without {want}")
+        got, kept, busy = _train(size, place, Path(folder))
+        for number, (mine, right) in enumerate(zip(got, want, strict=True)):
+            found.near(f"loss of step {number}", mine, right, 1e-5)
         made = job(size, alone(place.device))
         with fs.Checkpointer(folder, keep=None) as checkpoints:
             for at in AT:
@@ -41,7 +46,7 @@ def _leaves(state: fs.TrainState) -> list[torch.Tensor]:
 
 
 def _train(size: Size, place: Place, folder: Path | None) -> tuple[list[float], dict[int, Any], dict[str, Any]]:
-    """Losses, the states without a folder, and times in milliseconds."""
+    """Losses, the states to be saved, and times in milliseconds."""
     made = job(size, alone(place.device))
     state, step, losses = made.start(), made.step(), []
     kept: dict[int, Any] = {}
@@ -55,13 +60,14 @@ def _train(size: Size, place: Place, folder: Path | None) -> tuple[list[float], 
         losses.append(metrics.loss.item())
         place.synchronize()
         times["after" if folder and number - 1 in AT else "step"].append(1e3 * clock.seconds())
-        if number in AT and checkpoints is not None:
+        if number not in AT:
+            continue
+        state = fs.settle(state)
+        kept[number] = _leaves(state)
+        if checkpoints is not None:
             clock = Clock()
             checkpoints.save(state)
             times["save"].append(1e3 * clock.seconds())
-        elif number in AT:
-            state = fs.settle(state)
-            kept[number] = _leaves(state)
     if checkpoints is not None:
         checkpoints.close()
     return losses, kept, times

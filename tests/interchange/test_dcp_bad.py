@@ -1,9 +1,11 @@
 """Folders of torch.distributed.checkpoint that are not what they should be, or that were made to do harm."""
 
+import enum
 import io
 import os
 import pickle
 import random
+import struct
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -65,6 +67,11 @@ def _write(text: bytes) -> Callable[[Path], None]:
     return lambda folder: (folder / ".metadata").write_bytes(text) and None
 
 
+def _got(of: bytes, name: bytes) -> bytes:
+    """A pickle that takes an attribute."""
+    return b"cbuiltins\ngetattr\n(" + of + b"X" + struct.pack("<I", len(name)) + name + b"tR."
+
+
 def _first(found: Metadata) -> _StorageInfo:
     return found.storage_data[MetadataIndex("model.w", [0, 0])]
 
@@ -101,7 +108,9 @@ CASES: dict[str, tuple[Callable[[Path], Any], type[Exception], str]] = {
     "none": (lambda folder: (folder / ".metadata").unlink(), CheckpointError, "cannot be read.*dcp.save"),
     "runs a command": (_write(pickle.dumps(Harm())), CheckpointError, r"names posix.system, .*was not read"),
     "calls torch": (_write(pickle.dumps(Method())), CheckpointError, "names torch.serialization.load"),
-    "by getattr": (_write(b"cbuiltins\ngetattr\n."), CheckpointError, "names builtins.getattr"),
+    "by getattr": (_write(_got(b"ctorch\nSize\n", b"load")), CheckpointError, "names torch.Size.load"),
+    "by getattr of a value": (_write(_got(b"}", b"load")), CheckpointError, "names builtins.getattr"),
+    "getattr itself": (_write(b"cbuiltins\ngetattr\n."), DamagedError, "holds a GlobalName"),
     "by a dotted name": (_write(b"\x80\x04\x8c\x05torch\x8c\x09hub.load_\x93."), CheckpointError, "names torch.hub"),
     "persistent id": (_write(b"P1\n."), DamagedError, "is the opcode b'P'"),
     "harm inside": (_edit(lambda m: setattr(m, "planner_data", Harm())), CheckpointError, "names posix.system"),
@@ -145,6 +154,24 @@ CASES: dict[str, tuple[Callable[[Path], Any], type[Exception], str]] = {
     "other bytes": (_swap, DamagedError, "chunk of model.w.*"),
     "harm in a tensor": (_poison, DamagedError, "is not a whole tensor of torch.save"),
 }
+
+
+class ByName(pickle.Pickler):
+    """Writes members of enums as Python 3.11.0 to 3.11.3 do."""
+
+    def reducer_override(self, value: Any) -> Any:
+        """What makes a value."""
+        return (getattr, (type(value), value.name)) if isinstance(value, enum.Enum) else NotImplemented
+
+
+def test_members_of_enums_may_be_written_by_name(folder: Path) -> None:
+    found = pickle.loads((folder / ".metadata").read_bytes())
+    buffer = io.BytesIO()
+    ByName(buffer).dump(found)
+    assert b"getattr" in buffer.getvalue() and pickle.loads(buffer.getvalue()) == found
+    before = read_metadata(folder)
+    (folder / ".metadata").write_bytes(buffer.getvalue())
+    assert read_metadata(folder) == before
 
 
 @pytest.mark.parametrize("name", CASES)

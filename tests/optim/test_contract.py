@@ -178,7 +178,11 @@ def test_gradients_are_divided_by_the_scale(
         grads = [g / 4 for g in grads] if divide else grads
         opt.update(params, grads, states, step=3, hyper=0.1, grad_scale=None if divide else scale)
         results.append(params + flat(states))
-    assert same(*results)
+    if device == "cuda":  # its kernels round parameters elsewhere if they have a scale: by a unit in the last place
+        for scaled, divided in zip(*results, strict=True):
+            torch.testing.assert_close(scaled, divided, rtol=4 * torch.finfo(dtype).eps, atol=torch.finfo(dtype).eps)
+    else:
+        assert same(*results)
 
 
 @every_optimizer

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 import fshard as fs
 from fshard.errors import PlanError
 from fshard.schedule import Costs, Link, Policy, Schedule, build, simulate
-from fshard.schedule.costs import UNEVEN, Noise, read_costs
+from fshard.schedule.costs import SPREAD, Noise, read_costs
 from fshard.schedule.footprint import Need
 from fshard.schedule.machines import DEVICES, LINKS, Cluster, named_device, named_link, speed
 from tests.schedule.cases import recipes
@@ -140,20 +140,34 @@ def test_who_waits_leaves_the_processor_to_the_others(processors: float) -> None
     assert alike.seconds == pytest.approx(simulate(schedule, costs).seconds) and alike.by_rank[3] == alike.seconds
 
 
-def test_one_transfer_to_several_peers_does_not_fill_a_link() -> None:
-    """Where transfers are messages; and two of them at once do."""
-    for messages, shared, wanted in ((2, False, UNEVEN), (1, False, 1.0), (1, True, 1.0)):
+def test_ranks_are_not_together_after_a_transfer_to_several_peers() -> None:
+    """Where transfers are messages of several connections, whose ends differ."""
+    for messages, shared, wanted in ((2, False, SPREAD), (1, False, 0.0), (1, True, 0.0)):
         link = Link(100.0, peers=1, together=messages, shared_memory=shared)
         costs = Costs(links={"all_gather over shard": link})
         four, two = (costs.among(fs.abstract_mesh((n,), ("shard",))).links["all_gather over shard"] for n in (4, 2))
-        assert two == link and min(four.peak, four.bytes_per_s) == pytest.approx(wanted * 100.0)
-    first = [op.kind for op in over(2)].index("all_gather")
-    for policy, wanted in ((Policy(prefetch=0), 2 / UNEVEN), (Policy(prefetch=1), 2.0)):
-        schedule = over(2, policy)
-        run = simulate(schedule, Costs({}, Link(100.0, peak=UNEVEN * 100.0, together=2)))
-        ends = [run.ends[at] for at, op in enumerate(schedule) if op.kind == "all_gather"]
-        assert ends[0] - run.starts[first] == pytest.approx(1 / UNEVEN)
-        assert ends[1] - run.starts[first] == pytest.approx(wanted)
+        assert two == link and four.spread == wanted
+        assert (four.bytes_per_s, four.peak) == (two.bytes_per_s, two.peak)
+
+
+@pytest.mark.parametrize(("prefetch", "wanted"), [(0, [1.0, 2.25]), (1, [1.0, 2.0])])
+def test_who_has_waited_makes_the_next_transfer_wait_for_the_last_rank(prefetch: int, wanted: list[float]) -> None:
+    """One that is on its way meanwhile has no such gap before it; and the step ends with the last rank."""
+    schedule = over(2, Policy(prefetch=prefetch))
+    run, even = (simulate(schedule, Costs({}, Link(100.0, together=2, spread=spread))) for spread in (0.25, 0.0))
+    gathers = [at for at, op in enumerate(schedule) if op.kind == "all_gather"]
+    assert [run.ends[at] - run.starts[gathers[0]] for at in gathers[:2]] == pytest.approx(wanted)
+    assert run.seconds > even.seconds
+    costly = simulate(schedule, Costs({}, Link(100.0, together=2, spread=0.25), processors=0.5))
+    assert costly.seconds == pytest.approx(run.seconds)  # nothing computes there
+    mesh = fs.abstract_mesh((4,), ("shard",))
+    assert simulate(schedule, Costs({}, Link(100.0, together=2, spread=0.25)), mesh, Noise()).seconds == run.seconds
+
+
+def test_a_step_that_waits_for_nothing_has_nobody_behind() -> None:
+    schedule, seconds = over(2), {("forward", ""): 100.0, ("backward", ""): 100.0}
+    runs = [simulate(schedule, Costs(seconds, Link(1e9, spread=spread))) for spread in (0.0, 0.25)]
+    assert runs[1].seconds == pytest.approx(runs[0].seconds)
 
 
 def test_a_kind_of_transfer_has_its_own_link_on_the_wire_of_its_axes() -> None:
@@ -177,7 +191,8 @@ def priced(draw: st.DrawFn) -> tuple[Schedule, Costs, float]:
     rates = st.sampled_from((1.0, 16.0))
     link = st.builds(Link, rates, amounts, amounts, amounts, amounts, amounts.map(lambda n: 1000 * n), rates)
     several = st.integers(1, 3)
-    one, other = (replace(draw(link), together=draw(several)) for _ in range(2))
+    spread = st.sampled_from((0.0, 0.25))
+    one, other = (replace(draw(link), together=draw(several), spread=draw(spread)) for _ in range(2))
     return schedule, Costs(seconds, one, other, processors=draw(st.sampled_from((0.5, 1.0, 1.5, 2.0)))), 0.5
 
 

@@ -33,7 +33,7 @@ class Stream:
 
 
 class CudaStream(Stream):
-    """A side stream for one communicator, ordered by events. Not yet measured on hardware."""
+    """A side stream for one communicator, ordered by events."""
 
     asynchronous = True
 

@@ -116,13 +116,17 @@ def is_pure(node: fx.Node) -> bool:
 
 
 def draws(node: fx.Node) -> bool:
-    """Whether a node draws random numbers. Attention may, and does not without dropout."""
+    """Whether a node draws random numbers. Attention may, and does not without dropout, nor in its backward.
+
+    Backwards of attention have the tag where they dropped something: they make the mask of the forward again from the
+    seed and offset that it returns (``philox_seed``, ``philox_offset``), and advance no generator.
+    """
     op = node.target
     if not isinstance(op, torch._ops.OpOverload) or torch.Tag.nondeterministic_seeded not in op.tags:
         return False
     given = zip((argument.name for argument in op._schema.arguments), node.args, strict=False)
     known = {argument.name: argument.default_value for argument in op._schema.arguments} | dict(given) | node.kwargs
-    return known.get("dropout_p") != 0
+    return known.get("dropout_p") != 0 and "philox_seed" not in known
 
 
 def _check_ops(joint: Joint) -> None:
