@@ -77,7 +77,6 @@ class Clock:
         every = ((group.name, transfer) for group in schedule.groups for transfer in group.transfers)
         self.transfers = {(move.kind, name): move for name, move in every if move.sent and move.row.link}
         self.slow: Time = costs.slow
-        self.shared = min(max(2.0 - costs.processors, 0.0), 1.0)  # the part of work beside that compute feels
         self.now: Time = 0.0
         self.owed: Time = 0.0
         self.done: Time = 0.0
@@ -173,7 +172,7 @@ class Clock:
         late = turn(link) if self.costs.slow > 1 and link.bytes_per_s < math.inf else 0.0
         passing = wire.add(f"{transfer.kind}({transfer.axes})", link, transfer.sent, self.now, come, late)
         self.issued.append((at, wire, passing))
-        self.owed = self.owed + link.work(transfer.sent) * self.slow * self.shared
+        self.owed = self.owed + link.work(transfer.sent) * self.slow * self.costs.shared
         self.under_way[op.kind, op.target] = partial(self._awaited, wire, passing), self.owed
         self.ticks.sent += transfer.sent
 
@@ -202,7 +201,7 @@ class Clock:
             return
         busy = seconds * factor
         rest = self.owed - self.done
-        taken = self.smaller(rest, busy) if self.shared else 0.0 * busy
+        taken = self.smaller(rest, busy) if self.costs.shared else 0.0 * busy
         self.now, self.done, self.worked = self.now + (busy + taken), self.done + taken, self.worked + busy
         self.ticks.compute += self.read(busy)
         self.ticks.beside += self.read(taken)

@@ -175,6 +175,11 @@ class Costs:
             raise refusals.bad_costs(problems)
 
     @property
+    def shared(self) -> float:
+        """The part of work beside compute that compute feels: none of it where a rank has two processors."""
+        return min(max(2.0 - self.processors, 0.0), 1.0)
+
+    @property
     def slow(self) -> float:
         """How many times longer everything takes at most where a rank has less than a processor: if none ever waits."""
         return max(1.0, 1.0 / self.processors)
