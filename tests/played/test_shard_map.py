@@ -94,8 +94,7 @@ def differences(got: dict[str, Any], want: dict[str, Any], moved: dict[str, Any]
 @given(settings_of())
 def test_generated_programs_equal_the_reference(case: Any) -> None:
     (sizes, names), (spec, weight), steps, seed = case
-    mesh = fs.virtual_mesh(sizes, names)
-    program = program_of(steps, names)
+    mesh, program = fs.virtual_mesh(sizes, names), program_of(steps, names)
     outs = (P(names), P())
     mapped = fs.shard_map(on_rank(program), mesh, (spec, weight), outs)
     plain = reference(program, mesh, (spec, weight), outs)
