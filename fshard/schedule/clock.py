@@ -146,7 +146,7 @@ class Clock:
             transfer = self.transfers.get((op.kind, op.target))
             if transfer is None:
                 self._work(op, seconds)
-                self.under_way[op.kind, op.target] = _at_once, self.owed
+                self.under_way[op.kind, op.target] = lambda now: now, self.owed
             else:
                 self._start(at, op, transfer, seconds)
             return self.now, self.now
@@ -177,9 +177,10 @@ class Clock:
         self.ticks.sent += transfer.sent
 
     def _awaited(self, wire: Wire, passing: Passing, now: Time) -> Time:
-        """When a transfer arrives that is waited for from now on. Then the last rank is behind by a part of its time.
+        """When a transfer arrives that is waited for from now on.
 
-        Who need not wait has been behind before, or has not.
+        If the rank waits, the last one is behind it from then on, by a part of the transfer's time. If it need not wait,
+        the last one is behind it by as much as before.
         """
         arrival = wire.awaited(passing, now, self.wires.values())
         waits = as_number(arrival > now)
@@ -265,10 +266,6 @@ class Fleet(Clock):
             return torch.ones(self.mesh.size, dtype=torch.float64, device="cpu")
         drawn = torch.randn(self.mesh.size, generator=self.generator, dtype=torch.float64, device="cpu")
         return torch.exp(sigma * drawn.abs())
-
-
-def _at_once(now: Time) -> Time:
-    return now
 
 
 def _times(time: Time) -> Tensor:

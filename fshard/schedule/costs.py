@@ -58,11 +58,11 @@ class Link:
         together: transfers of one communicator that are on their way at once. The others wait for their turn.
         shared_memory: ranks copy through memory that they share: a gather's start copies a shard once for all peers.
             Over sockets it sends each its own.
-        spread: the part of a transfer's time by which the last of its ranks has it later than ranks do on average. The
-            next transfer that follows it begins as much later.
+        spread: the part of a transfer's time by which the last of its ranks has it later than ranks do on average. If
+            ranks wait for it, their next transfer begins as much later.
 
     Raises:
-        PlanError: a rate that is not positive, or a negative time or size.
+        PlanError: a rate that is not positive, or a negative time, size or spread.
 
     >>> Link(125e6, latency=50e-6)  # 1 Gbit/s
     Link(bytes_per_s=125000000.0, latency=5e-05)
@@ -89,11 +89,13 @@ class Link:
         for name in ("bytes_per_s", "peak"):
             if not getattr(self, name) > 0:
                 problems.append(f"{name}={getattr(self, name)!r} is not positive")
-        for name in ("latency", "sending", "beside", "taking", "each", "spread"):
+        for name in ("latency", "sending", "beside", "taking", "each"):
             if not 0 <= getattr(self, name) < math.inf:
                 problems.append(f"{name}={getattr(self, name)!r} is not a number of seconds")
         if not 0 <= self.burst < math.inf:
             problems.append(f"burst={self.burst!r} is not a number of bytes")
+        if not 0 <= self.spread < math.inf:
+            problems.append(f"spread={self.spread!r}: a part of a transfer's time, 0 or more")
         if not self.together >= 1:
             problems.append(f"together={self.together!r}: at least 1")
         if problems:
@@ -337,8 +339,9 @@ def _to_peers(link: Link, peers: int, gathers: bool) -> Link:
     once = link.shared_memory and gathers and peers
     sending = link.sending * (link.peers / peers if once else 1.0)
     # Several at once are messages of gloo. In rings, each rank has one connection, whoever takes part.
-    apart = link.together > 1 and link.peers == 1 and peers > 1
-    return replace(link, peers=peers, sending=sending, spread=SPREAD if apart else link.spread)
+    apart = link.together > 1 and link.peers == 1
+    spread = 0.0 if peers < 2 else SPREAD if apart else link.spread
+    return replace(link, peers=peers, sending=sending, spread=spread)
 
 
 def _plain(link: Link) -> dict[str, float | None]:

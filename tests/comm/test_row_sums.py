@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from fshard.runtime.comm import row_kernel, row_sums
 from fshard.runtime.comm.row_sums import right, sum_rows
@@ -80,6 +81,27 @@ def test_a_kernel_with_other_bits_or_that_cannot_be_compiled_is_not_used() -> No
         assert right(no_compiler, CPU) is None
     assert right(sum_rows, CPU) is sum_rows
     assert row_sums.kernel_of(CPU) is None
+
+
+class Draws(TorchDispatchMode):
+    """Notes the operators that draw random numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.seen: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen += [str(func)] * (torch.Tag.nondeterministic_seeded in func.tags)
+        return func(*args, **(kwargs or {}))
+
+
+def test_the_check_of_a_kernel_draws_nothing() -> None:
+    """It may run in a unit that is computed again, where draws from a generator are refused."""
+    with Draws() as draws:
+        assert right(sum_rows, CPU) is sum_rows
+        assert not draws.seen
+        numbers(2, 4)
+        assert draws.seen
 
 
 INTERPRETED = """

@@ -1,7 +1,7 @@
 """An asynchronous save while training: losses do not change, and what is saved is the state of its step.
 
-The states of a run are compared with what this run saved: attention's backward on CUDA adds in no fixed order, so two
-runs differ in their last bits from the second step on.
+Attention is made of plain operators: the backward of its memory-efficient kernel adds in no fixed order where
+``use_deterministic_algorithms`` only warns, so two runs would differ. States are compared with those of their own run.
 """
 
 import tempfile
@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import fshard as fs
 from fshard import tree
@@ -29,8 +30,7 @@ def run(place: Place, found: Found) -> None:
     want, _, quiet = _train(size, place, None)
     with tempfile.TemporaryDirectory() as folder:
         got, kept, busy = _train(size, place, Path(folder))
-        for number, (mine, right) in enumerate(zip(got, want, strict=True)):
-            found.near(f"loss of step {number}", mine, right, 1e-5)
+        found.check(got == want, f"losses with saves {got}, without {want}")
         made = job(size, alone(place.device))
         with fs.Checkpointer(folder, keep=None) as checkpoints:
             for at in AT:
@@ -56,7 +56,8 @@ def _train(size: Size, place: Place, folder: Path | None) -> tuple[list[float], 
         batch = rows(size, number, made.mesh)
         place.synchronize()
         clock = Clock()
-        state, metrics = step(state, batch)
+        with sdpa_kernel(SDPBackend.MATH):
+            state, metrics = step(state, batch)
         losses.append(metrics.loss.item())
         place.synchronize()
         times["after" if folder and number - 1 in AT else "step"].append(1e3 * clock.seconds())

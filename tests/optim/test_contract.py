@@ -178,11 +178,13 @@ def test_gradients_are_divided_by_the_scale(
         grads = [g / 4 for g in grads] if divide else grads
         opt.update(params, grads, states, step=3, hyper=0.1, grad_scale=None if divide else scale)
         results.append(params + flat(states))
-    if device == "cuda":  # its kernels round parameters elsewhere if they have a scale: by a unit in the last place
-        for scaled, divided in zip(*results, strict=True):
-            torch.testing.assert_close(scaled, divided, rtol=4 * torch.finfo(dtype).eps, atol=torch.finfo(dtype).eps)
-    else:
-        assert same(*results)
+    if device == "cuda" and dtype == torch.float32 and isinstance(opt, sgd) and opt.momentum:
+        # Its kernel has other bits of parameters with a scale than without one: half a unit in the last place of the
+        # update, which is below 1 here, and one of the parameter.
+        (scaled, plain), eps, count = results, torch.finfo(dtype).eps, len(params)
+        torch.testing.assert_close(scaled[:count], plain[:count], rtol=eps, atol=eps / 4)
+        results = [scaled[count:], plain[count:]]
+    assert same(*results)
 
 
 @every_optimizer

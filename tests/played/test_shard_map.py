@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -78,13 +78,12 @@ def derivatives(f: Global, x: Tensor, w: Tensor, dx: Tensor, dw: Tensor) -> dict
     }
 
 
-def differences(got: dict[str, Any], want: dict[str, Any], moved: dict[str, Any] | None = None) -> list[str]:
-    """The transforms further apart than 1e-9 of the largest element, and than small moves of inputs bring ``moved``."""
+def differences(got: dict[str, Any], want: dict[str, Any]) -> list[str]:
+    """The transforms whose results are further apart than 1e-9, relative to the largest element."""
     out = []
     for what, plain in want.items():
         for number, (mine, right) in enumerate(zip(got[what], plain, strict=True) if plain is not None else ()):
-            bound = 1e-9 * float(right.abs().max() + 1e-30) + float(((moved or want)[what][number] - right).abs().max())
-            if not torch.allclose(mine, right, rtol=1e-9, atol=bound):
+            if not torch.allclose(mine, right, rtol=1e-9, atol=1e-9 * float(right.abs().max() + 1e-30)):
                 out.append(f"{what}[{number}]: {(mine - right).abs().max()}")
     return out
 
@@ -99,8 +98,9 @@ def test_generated_programs_equal_the_reference(case: Any) -> None:
     mapped = fs.shard_map(on_rank(program), mesh, (spec, weight), outs)
     plain = reference(program, mesh, (spec, weight), outs)
     xs = numbers(seed)
-    moved = derivatives(plain, *[x * (1 + 2**-50) for x in xs])  # some are sums of large numbers that cancel
-    assert not differences(derivatives(mapped, *xs), derivatives(plain, *xs), moved)
+    want = derivatives(plain, *xs)
+    assume(not differences(derivatives(plain, *[x * (1 + 2**-50) for x in xs]), want))  # else nothing is so exact there
+    assert not differences(derivatives(mapped, *xs), want)
 
 
 def programs(names: tuple[str, ...], count: int) -> list[Any]:

@@ -148,6 +148,14 @@ def test_ranks_are_not_together_after_a_transfer_to_several_peers() -> None:
         four, two = (costs.among(fs.abstract_mesh((n,), ("shard",))).links["all_gather over shard"] for n in (4, 2))
         assert two == link and four.spread == wanted
         assert (four.bytes_per_s, four.peak) == (two.bytes_per_s, two.peak)
+        back = replace(costs, links={"all_gather over shard": four}).among(fs.abstract_mesh((2,), ("shard",)))
+        assert back.links["all_gather over shard"].spread == 0.0  # one peer is not behind itself
+
+
+@pytest.mark.parametrize("spread", [-0.1, math.inf, math.nan])
+def test_a_spread_is_a_part_of_a_time(spread: float) -> None:
+    with pytest.raises(PlanError, match=f"spread={spread}: a part of a transfer's time, 0 or more"):
+        Link(1e9, spread=spread)
 
 
 @pytest.mark.parametrize(("prefetch", "wanted"), [(0, [1.0, 2.25]), (1, [1.0, 2.0])])
@@ -158,16 +166,16 @@ def test_who_has_waited_makes_the_next_transfer_wait_for_the_last_rank(prefetch:
     gathers = [at for at, op in enumerate(schedule) if op.kind == "all_gather"]
     assert [run.ends[at] - run.starts[gathers[0]] for at in gathers[:2]] == pytest.approx(wanted)
     assert run.seconds > even.seconds
-    costly = simulate(schedule, Costs({}, Link(100.0, together=2, spread=0.25), processors=0.5))
-    assert costly.seconds == pytest.approx(run.seconds)  # nothing computes there
     mesh = fs.abstract_mesh((4,), ("shard",))
     assert simulate(schedule, Costs({}, Link(100.0, together=2, spread=0.25)), mesh, Noise()).seconds == run.seconds
 
 
-def test_a_step_that_waits_for_nothing_has_nobody_behind() -> None:
-    schedule, seconds = over(2), {("forward", ""): 100.0, ("backward", ""): 100.0}
-    runs = [simulate(schedule, Costs(seconds, Link(1e9, spread=spread))) for spread in (0.0, 0.25)]
-    assert runs[1].seconds == pytest.approx(runs[0].seconds)
+@pytest.mark.parametrize("count", [2, 6])
+def test_transfers_that_nobody_waits_for_leave_nobody_behind(count: int) -> None:
+    """Each takes a second, and arrives beside compute."""
+    schedule, seconds = over(count), {("forward", ""): 100.0, ("backward", ""): 100.0}
+    even, run = (simulate(schedule, Costs(seconds, Link(100.0, spread=spread))) for spread in (0.0, 0.25))
+    assert run.seconds == even.seconds == run.compute
 
 
 def test_a_kind_of_transfer_has_its_own_link_on_the_wire_of_its_axes() -> None:
@@ -259,7 +267,7 @@ def test_noise_grows_with_ranks_and_repeats_by_seed() -> None:
 def test_costs_are_saved_and_composed(tmp_path: Path) -> None:
     units = Costs(
         {("forward", "u0"): 1.0, ("all_gather", ""): 9.0},
-        Link(1.0, together=2, shared_memory=True),
+        Link(1.0, together=2, shared_memory=True, spread=0.25),
         host=2.0,
         processors=1,
     )

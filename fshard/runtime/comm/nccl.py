@@ -17,7 +17,7 @@ from fshard.runtime.comm.streams import Stream
 
 @dataclass(eq=False)
 class NcclCommunicator:
-    """An NCCL communicator with its own stream. On hardware it was measured in a group of one rank.
+    """An NCCL communicator with its own stream. On hardware, only groups of one rank have run.
 
     ``wait`` does not block the host: it makes the compute stream wait. So a collective that a rank never comes to ends
     for the others only when they abort it, which ranks learn to do before they read their devices.

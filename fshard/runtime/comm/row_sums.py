@@ -60,8 +60,8 @@ def kernel_of(device: torch.device) -> Kernel | None:
 
 def right(kernel: Kernel, device: torch.device) -> Kernel | None:
     """A kernel, if it can be compiled here and has the bits of PyTorch's sums; else None, with a warning."""
-    # Of no generator: the first collective may be inside of a unit that is computed again, where draws are watched.
-    # By the power they are of very different sizes, so that their order matters.
+    # Not drawn: the first collective may be inside of a unit that is computed again, where own generators are refused.
+    # The power makes numbers of very different sizes, so that their order matters.
     rows = torch.arange(5 * 3001, device=device).view(5, 3001).float().mul(12.9898).sin().pow(9).bfloat16()
     problem = "its sums have other bits than PyTorch's"
     try:

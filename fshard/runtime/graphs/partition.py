@@ -118,8 +118,8 @@ def is_pure(node: fx.Node) -> bool:
 def draws(node: fx.Node) -> bool:
     """Whether a node draws random numbers. Attention may, and does not without dropout, nor in its backward.
 
-    Backwards of attention have the tag where they dropped something: they make the mask of the forward again from the
-    seed and offset that it returns (``philox_seed``, ``philox_offset``), and advance no generator.
+    Some backwards of attention are tagged like draws. They make the mask of the forward again from the seed and offset
+    that it has returned (``philox_seed``, ``philox_offset``), and advance no generator.
     """
     op = node.target
     if not isinstance(op, torch._ops.OpOverload) or torch.Tag.nondeterministic_seeded not in op.tags:
