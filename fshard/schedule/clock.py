@@ -179,8 +179,8 @@ class Clock:
     def _awaited(self, wire: Wire, passing: Passing, now: Time) -> Time:
         """When a transfer arrives that is waited for from now on.
 
-        If the rank waits, the last one is behind it from then on, by a part of the transfer's time. If it need not wait,
-        the last one is behind it by as much as before.
+        If the rank waits, the last one is behind it from then on, by a part of the transfer's time; else by as much as
+        before.
         """
         arrival = wire.awaited(passing, now, self.wires.values())
         waits = as_number(arrival > now)
