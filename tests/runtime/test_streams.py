@@ -2,7 +2,7 @@
 
 import pytest
 
-from fshard.runtime.steps.streams import COPIED, MESSAGES, SENT, lengthened, message
+from fshard.runtime.steps.streams import MESSAGES, lengthened, message
 from fshard.schedule.fit_links import settled
 
 
@@ -25,21 +25,10 @@ def test_series_get_longer_until_they_take_long_enough_or_are_as_many_as_may_be(
     assert counts == [4 << n for n in range(10)] + [2048] * 2
 
 
-def test_messages_that_are_copied_are_those_behind_each_other_that_nothing_disturbs() -> None:
+def test_messages_are_those_that_nothing_disturbs() -> None:
     tries = iter(range(2 * MESSAGES))
 
-    def take(count: int, size: int) -> float:  # half of the tries are disturbed; waiting is most of a single message
-        disturbed = 90.0 * (next(tries) % 2)
-        return 20.0 + (60.0 + 35.0 * count + disturbed if size else 0.0)
-
-    assert message(take, COPIED) == pytest.approx(35 + 60 / 3)
-
-
-def test_messages_over_sockets_are_as_often_interrupted_as_not() -> None:
-    tries = iter(range(2 * MESSAGES))
-
-    def take(count: int, size: int) -> float:
-        assert count == 1
+    def take(size: int) -> float:  # three of five are interrupted
         return 20.0 + (60.0 + 40.0 * (next(tries) % 5 > 1) if size else 0.0)
 
-    assert message(take, SENT) == pytest.approx(100.0)
+    assert message(take) == pytest.approx(60.0)

@@ -5,7 +5,6 @@ from dataclasses import replace
 from functools import partial
 from math import inf
 from time import perf_counter, sleep, thread_time
-from typing import NamedTuple
 
 import torch
 
@@ -27,28 +26,11 @@ AHEAD = 2
 """Transfers under way at once. Gloo has as many threads for those of a communicator; NCCL makes one after the other."""
 
 MESSAGES = 40
-"""Collectives that tell what a message takes."""
+"""Collectives that tell what a message takes. The lower quartile counts, as it does of steps."""
 
-
-class Sampling(NamedTuple):
-    """How messages are measured.
-
-    Attributes:
-        behind: collectives that are under way at once.
-        part: the part of all tries that takes less time than the one that counts.
-    """
-
-    behind: int
-    part: float
-
-
-SENT = Sampling(1, 0.5)
-"""Over sockets. The kernel's work for arrivals interrupts some of them, in steps as in tries."""
-
-COPIED = Sampling(3, 0.25)
-"""Through shared memory. A rank that waits for the first of some finds the others there, as it does those of further
-peers: waiting is most of what a single one takes. The work is copies of a few kilobytes, so what takes longer than the
-fastest was disturbed by other threads of the processor."""
+COPIED = 3
+"""Those under way at once through shared memory. A rank that waits for the first of some finds the others there, as it
+does those of further peers: waiting is most of what a single one takes."""
 
 MESSAGE = 2 * INLINE
 """Its bytes: parts of transfers lie in shared memory, are announced, and are answered when they were read."""
@@ -80,7 +62,7 @@ def _stream(comm: Communicator, control: Communicator, sent: int, device: torch.
     if comm.size == 1:
         return None
     copied = isinstance(comm, HostCommunicator)
-    known = Stream(inf, 0.0, _message(comm, control, device, COPIED if copied else SENT), comm.size - 1)
+    known = Stream(inf, 0.0, _message(comm, control, device, COPIED if copied else 1), comm.size - 1)
     if copied:
         return known  # this thread copies, before and after: nothing is on its way by itself
     shard = torch.zeros(max(min(sent // (comm.size - 1), LARGEST), 1), dtype=torch.uint8, device=device)
@@ -128,25 +110,23 @@ def _series(
     return times
 
 
-def _message(comm: Communicator, control: Communicator, device: torch.device, sampling: Sampling) -> float:
+def _message(comm: Communicator, control: Communicator, device: torch.device, count: int) -> float:
     """The seconds of this thread for one peer more, in collectives that send each a message of its own. Collective."""
-    more = message(partial(_try, comm, device), sampling) / (comm.size - 1)
+    more = message(partial(_try, comm, device, count)) / count / (comm.size - 1)
     return float(exchange(control, torch.tensor([more], dtype=torch.float64, device="cpu")).mean())
 
 
-def message(take: Callable[[int, int], float], sampling: Sampling) -> float:
-    """The seconds that the messages of a collective take.
+def message(take: Callable[[int], float]) -> float:
+    """The seconds that the messages of a try take.
 
     Args:
-        take: makes so many collectives at once, with so many bytes for each peer, and says how long they took.
-        sampling: how they are measured.
+        take: makes collectives with so many bytes for each peer, and says how long they took.
 
-    >>> message(lambda count, size: 1.0 + count * (2.0 if size else 0.5), SENT)
+    >>> message(lambda size: 2.0 if size else 0.5)
     1.5
     """
-    behind, place = sampling.behind, int(sampling.part * MESSAGES)
-    empty, full = (sorted(take(behind, size) for _ in range(MESSAGES))[place] for size in (0, MESSAGE))
-    return max(full - empty, 0.0) / behind
+    empty, full = (sorted(take(size) for _ in range(MESSAGES))[MESSAGES // 4] for size in (0, MESSAGE))
+    return max(full - empty, 0.0)
 
 
 def _try(comm: Communicator, device: torch.device, count: int, size: int) -> float:
