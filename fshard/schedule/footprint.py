@@ -67,12 +67,11 @@ def footprint(schedule: Schedule, needs: Sequence[Need], graphs: bool = False) -
     A gradient that a compute op fills is part of its own need until it is over, and an item of memory after that. With
     ``graphs`` it is an item from the begin of the op, and the need has no gradients of leaves beside it, where no other
     call reads the group: else autograd adds up gradients of leaves there, too. Gradients that wait beside the flat one
-    while others are added (``fill:``), and one that is flat at once (``shard:``), do so at the end of their op; what
-    graphs write has none of the former.
+    while others are added (``fill:``) do so at the end of their op; what graphs write has none.
     """
     memory, done = schedule.memory, 0
     order = schedule.stages.spread(range(len(schedule.stages.computes)))
-    born, filled, flat = (_begun(memory, kind, len(schedule)) for kind in ("grad:", "fill:", "shard:"))
+    born, filled = (_begun(memory, kind, len(schedule)) for kind in ("grad:", "fill:"))
     direct = _direct(schedule) if graphs else frozenset()
     best, after = (-1, 0, 0, 0), 0
     for at, op in enumerate(schedule):
@@ -83,10 +82,10 @@ def footprint(schedule: Schedule, needs: Sequence[Need], graphs: bool = False) -
             if graphs and op.kind == "forward" and op.target != ROOT:
                 held = need.bare
             elif (op.microbatch, op.target) in direct:
-                held = max(held, need.bare + born[at] + flat[at])
+                held = max(held, need.bare + born[at])
             else:
-                held = max(held, after + filled[at] + flat[at])
-            beside -= born[at] + filled[at] + flat[at]
+                held = max(held, after + filled[at])
+            beside -= born[at] + filled[at]
         best = max(best, (held + beside, -at, beside, held))
     total, at, beside, held = best
     where = str(schedule[-at]) if len(schedule) else "none"

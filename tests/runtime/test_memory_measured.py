@@ -82,15 +82,12 @@ def measured(policy: fs.Policy, accumulate: int, spec: P, wire: fs.Wire | None =
             peaks.append(peak)
         shard = sum(group.chunk * 4 for group in plan.groups)
         kept = sum(t.untyped_storage().nbytes() for t in (step._runner.programs.memory.arena,) if t is not None)
-        pending = sum(g.untyped_storage().nbytes() for g in step._runner.programs.memory.homes.values())
-        fs.settle(state)
         return {
             "arena": memory.arena_bytes,
             "peak": memory.peak_bytes,
             "shard": shard,
             "kept": kept,
-            "pending": pending,
-            "settled": sum(g.untyped_storage().nbytes() for g in step._runner.programs.memory.homes.values()),
+            "pending": sum(g.untyped_storage().nbytes() for g in step._runner.programs.memory.homes.values()),
             "first_above": peaks[0].above,
             "above": max(peak.above for peak in peaks[1:]),
             "largest": max(size for peak in peaks[1:] for size in peak.sizes),
@@ -125,9 +122,12 @@ def test_a_step_allocates_its_arena_once_and_holds_what_it_said(pool: Pools, wor
         text = f"rank {rank}: {seen}"
         assert seen["kept"] == seen["arena"], text
         assert seen["largest"] <= 2 * UNIT_BYTES, text
-        assert 0.98 * seen["peak"] <= seen["first_above"] <= 1.02 * seen["peak"] + SLACK + summing, text
-        assert seen["above"] + seen["arena"] + seen["pending"] <= 1.02 * seen["peak"] + SLACK + summing, text
-        assert seen["settled"] == 0, text  # no gradient outlives its update
+        if world == 1:  # gradients are no items: they stay, and beside them is what autograd makes for one leaf
+            assert seen["shard"] <= seen["first_above"] <= seen["shard"] + UNIT_BYTES + SLACK, text
+            assert seen["above"] <= UNIT_BYTES + SLACK, text
+        else:
+            assert 0.98 * seen["peak"] <= seen["first_above"] <= 1.02 * seen["peak"] + SLACK + summing, text
+            assert seen["above"] + seen["arena"] + seen["pending"] <= 1.02 * seen["peak"] + SLACK + summing, text
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])

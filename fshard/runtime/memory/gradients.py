@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from fshard.runtime.memory.allocation import allocate
 from fshard.runtime.memory.norms import norms_of, share_of
 from fshard.runtime.memory.offload import Offload
 from fshard.runtime.memory.slots import GroupSlots
@@ -109,7 +108,7 @@ class FlatGradients:
             grad = buffers.slots.claim_grad()
             if not whole:
                 grad.zero_()
-            elif buffers.slots.gaps:
+            elif buffers.slots.gaps and grad is not buffers.home:
                 torch._foreach_zero_(buffers.slots.gaps)
         return True
 
@@ -117,6 +116,7 @@ class FlatGradients:
         """Move waiting gradients into the flat gradient."""
         numbers, grads = self.waiting.pop(slots.group.id, ((), ()))
         if numbers:
+            slots.claim_grad()
             _fill(slots, numbers, grads)
 
     def take(self, slots: GroupSlots) -> Tensor:
@@ -131,18 +131,13 @@ class FlatGradients:
     def complete(self) -> None:
         """Make the gradients of resident groups that no unit touched zero, and add what earlier steps accumulated."""
         for group in self.buffers.keys() - self.touched - self.summed:
-            self._zero(group)
+            self.buffers[group].home.zero_()
         for group, (accumulated, factor) in self.accumulated.items():
             buffers = self.buffers[group]
             if buffers.offloaded:
                 self.offload.synchronize(buffers.slots.group)
                 self.norms.pop(group, None)
             buffers.home.add_(accumulated.to(buffers.home.device), alpha=factor)
-
-    def _zero(self, group: int) -> None:
-        home = self.buffers[group].home
-        allocate(home)
-        home.zero_()
 
     def arrive(self) -> None:
         """Wait until gradients that are updated on the host are there."""
@@ -153,8 +148,7 @@ class FlatGradients:
     def ready(self, group: int) -> None:
         """Before an update with a gradient of this step: complete the gradient, and take its norm."""
         if group not in self.touched and group not in self.summed:
-            self._zero(group)
-            self.touched.add(group)
+            self.buffers[group].home.zero_()
         buffers = self.buffers[group]
         if buffers.offloaded:
             self.offload.synchronize(buffers.slots.group)  # its norm was taken before it left the device
@@ -180,14 +174,13 @@ class FlatGradients:
 
 def _fill(slots: GroupSlots, numbers: Sequence[int], grads: Sequence[Tensor | None]) -> None:
     """Write the first gradients of a group. Leaves that have none get zeros."""
-    flat = slots.claim_grad()
     if len(numbers) == len(slots.leaves) and type(None) not in map(type, grads):
         views = slots.grads if numbers == slots.numbers else [slots.grads[n] for n in numbers]
         torch._foreach_copy_(views, grads)  # type: ignore[arg-type]
         if slots.gaps:
             torch._foreach_zero_(slots.gaps)
         return
-    flat.zero_()
+    slots.claim_grad().zero_()
     pairs = [(slots.grads[n], grad) for n, grad in zip(numbers, grads, strict=True) if grad is not None]
     if pairs:
         torch._foreach_copy_([view for view, _ in pairs], [grad for _, grad in pairs])
