@@ -169,6 +169,8 @@ class Replay(Composition):
         readable, outside = prepared.actions.readable.issuperset, stage.found.program.reads[ROOT].__contains__
         view = View(executor, self.step.first[number], executor.reach, executor.settle, readable, outside)
         measured = Passes(spec.fn, spec.train, False, spec.divisor).run(prepared.engine, view, parts, scale)
+        if spec.train:
+            prepared.actions.gradients.fill()
         if spec.train and measured.weighted is not stage.found.weighted:
             raise Mispredicted("the loss of a pass changed between a mean and an fs.Mean")
         first = measured.aux[0]

@@ -128,10 +128,19 @@ class FlatGradients:
         self.touched.discard(slots.group.id)
         return grad
 
+    def fill(self) -> None:
+        """After a backward: what no unit has touched is zero, also where a batch before has left something.
+
+        Gradients with a reduction become zero when it begins.
+        """
+        for group, buffers in self.buffers.items():
+            if not buffers.slots.reduced and group not in self.touched:
+                buffers.home.zero_()
+                self.touched.add(group)
+
     def complete(self) -> None:
-        """Make the gradients of resident groups that no unit touched zero, and add what earlier steps accumulated."""
-        for group in self.buffers.keys() - self.touched - self.summed:
-            self.buffers[group].home.zero_()
+        """At the end of a train step: fill gradients, and add what earlier steps accumulated."""
+        self.fill()
         for group, (accumulated, factor) in self.accumulated.items():
             buffers = self.buffers[group]
             if buffers.offloaded:
