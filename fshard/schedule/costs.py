@@ -27,14 +27,14 @@ GATHERS = frozenset(kind.name for kind in KINDS.values() if kind.stage in ("read
 """Kinds of transfers that send the same bytes to each peer."""
 
 AROUND = 2.0
-"""How many times as long processors work around a message over sockets as the thread that sends it does."""
+"""How many times as long processors work around a message over sockets as the thread that sends it does, at most."""
 
 SPREAD = 0.15
 """The part of a transfer's time by which the last of its ranks has it later than ranks do on average, where each sends
 to several peers: their connections do not end together.
 """
 
-USUAL = (("peak", math.inf), ("together", 1))
+USUAL = (("peak", math.inf), ("together", 1), ("around", AROUND))
 
 
 @dataclass(frozen=True, repr=False)
@@ -52,8 +52,8 @@ class Link:
             many pass (a token bucket), and gain them again at their rate while nothing is sent.
         peak: bytes a second of a transfer that has the link for itself, or in a burst. Where ranks answer each other
             before they go on, several transfers keep a link busier than one does.
-        each: seconds of the device for the message to a peer, and that from it, where each peer has one. Over sockets
-            processors take twice as much beside that.
+        each: seconds of the device for the message to a peer, and that from it, where each peer has one.
+        around: how many times as much processors take beside that, over sockets.
         peers: with how many peers the costs of starts and waits were measured; 0 if that is not known.
         together: transfers of one communicator that are on their way at once. The others wait for their turn.
         shared_memory: ranks copy through memory that they share: a gather's start copies a shard once for all peers.
@@ -80,6 +80,7 @@ class Link:
     together: int = 1
     shared_memory: bool = False
     spread: float = 0.0
+    around: float = AROUND
 
     def __post_init__(self) -> None:
         shared = "shared_memory", self.shared_memory, bool, "True or False"
@@ -96,6 +97,8 @@ class Link:
             problems.append(f"burst={self.burst!r} is not a number of bytes")
         if not 0 <= self.spread < math.inf:
             problems.append(f"spread={self.spread!r}: a part of a transfer's time, 0 or more")
+        if not 0 <= self.around < math.inf:
+            problems.append(f"around={self.around!r}: a number of times, 0 or more")
         if not self.together >= 1:
             problems.append(f"together={self.together!r}: at least 1")
         if problems:
@@ -103,7 +106,7 @@ class Link:
 
     def work(self, sent: int) -> float:
         """Seconds of processors for a transfer of so many bytes, beside what the device does for it."""
-        return sent * self.beside + (0.0 if self.shared_memory else AROUND * self.each * self.peers)
+        return sent * self.beside + (0.0 if self.shared_memory else self.around * self.each * self.peers)
 
     def __repr__(self) -> str:
         shown = {name: value for name, value in vars(self).items() if value or name == "latency"}

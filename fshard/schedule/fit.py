@@ -141,14 +141,18 @@ def _beside(costs: Costs, schedule: Schedule, ranks: Sequence[Row], overlap: Ove
     begun = [other.transfers.get((op.kind, op.target)) for op in overlap.schedule]
     moved = [(move.sent, costs.carrier(move)[1]) for move in begun if move is not None]
     sent = sum(size for size, link in moved if link.bytes_per_s < math.inf)
-    known = sum(link.work(size if link.bytes_per_s == math.inf else 0) for size, link in moved)
+    known = sum(link.work(size) for size, link in moved if link.bytes_per_s == math.inf)
+    messages = sum(link.work(0) for _, link in moved if link.bytes_per_s < math.inf)
     if not sent:
         return dict(costs.links)
     ops = fmean([_apart(schedule, row) for row in ranks]) + other.run().compute - own.run().compute
     spent = fmean([sum(time.process + time.gap_process for time in row) for row in overlap.ranks])
-    each = max(spent - ops - known, 0.0) / sent
+    taken = max(spent - ops - known, 0.0)
+    part = min(taken / messages, 1.0) if messages else 1.0
+    each = max(taken - messages, 0.0) / sent
     return {
-        key: link if link.bytes_per_s == math.inf else replace(link, beside=each) for key, link in costs.links.items()
+        key: link if link.bytes_per_s == math.inf else replace(link, beside=each, around=part * link.around)
+        for key, link in costs.links.items()
     }
 
 
