@@ -308,12 +308,17 @@ def told(report: Report, models: Sequence[str]) -> None:
         title = "all: auto / best policy that fits"
         report.rows += [Row(f"{title}, median", "wall", statistics.median(choices), target=REGRET_MEDIAN)]
         report.rows += [Row(f"{title}, worst", "wall", max(choices), target=REGRET_WORST)]
+    report.notes = [disturbance(pieces, len(wanted(models)))] if pieces else []
+
+
+def disturbance(pieces: Mapping[str, Any], count: int) -> str:
+    """When pieces were measured, how many of so many, and how disturbed they were."""
     disturbed = [piece["disturbed"] for piece in pieces.values()]
     dates = sorted(piece["date"] for piece in pieces.values())
-    report.notes = [
-        f"{len(pieces)} of {len(wanted(models))} pieces are measured, from {dates[0]} to {dates[-1]}; half of all "
-        f"steps took {min(disturbed):.2f} to {max(disturbed):.2f} times as long as those that count, by piece."
-    ] * bool(pieces)
+    return (
+        f"{len(pieces)} of {count} pieces are measured, from {dates[0]} to {dates[-1]}; half of all steps took "
+        f"{min(disturbed):.2f} to {max(disturbed):.2f} times as long as those that count, by piece."
+    )
 
 
 def wanted(models: Sequence[str]) -> list[str]:

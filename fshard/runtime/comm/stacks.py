@@ -6,7 +6,6 @@ following ``f_back`` in a thread that runs on meanwhile ends the process now and
 interpreter, and makes no frames.
 """
 
-import ast
 import faulthandler
 import os
 import re
@@ -16,7 +15,7 @@ import threading
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
-from types import FrameType
+from types import CodeType, FrameType
 from typing import NamedTuple
 
 PACKAGE = Path(__file__).parents[2]
@@ -100,30 +99,24 @@ def _module(file: str) -> str:
 
 def _qualified(file: str, line: int, name: str) -> str:
     """The qualified name of a function of this package, from its source; other names stay as they are."""
-    if not file.startswith(OURS):
-        return name
-    within = [(begin, end, known) for begin, end, known in _functions(file) if begin <= line <= end]
-    if not within:
-        return name
-    known = max(within)[2]  # the one that begins last is the innermost
-    return known if known.rpartition(".")[2] == name else f"{known}.<locals>.{name}"
+    within = [each for each in _functions(file) if each[0] <= line <= each[1] and each[2].rpartition(".")[2] == name]
+    return max(within)[2] if within else name  # the one that begins last is the innermost
 
 
 @cache
 def _functions(file: str) -> list[tuple[int, int, str]]:
-    """First line, last line and qualified name of the functions of a file."""
-    found: list[tuple[int, int, str]] = []
+    """First line, last line and qualified name of the functions of a file of this package.
 
-    def visit(node: ast.AST, prefix: str) -> None:
-        for child in ast.iter_child_nodes(node):
-            if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef):
-                found.append((child.lineno, child.end_lineno or child.lineno, prefix + child.name))
-                visit(child, f"{prefix}{child.name}.<locals>.")
-            else:
-                visit(child, f"{prefix}{child.name}." if isinstance(child, ast.ClassDef) else prefix)
-
+    They are those of its code: CPython 3.11 may fail to make a syntax tree while another thread makes one
+    (https://github.com/python/cpython/issues/106905).
+    """
     try:
-        visit(ast.parse(Path(file).read_text()), "")
+        codes = [compile(Path(file).read_bytes(), file, "exec", dont_inherit=True)] if file.startswith(OURS) else []
     except (OSError, SyntaxError):
-        pass
+        codes = []
+    found: list[tuple[int, int, str]] = []
+    while codes:
+        code = codes.pop()
+        codes += [const for const in code.co_consts if isinstance(const, CodeType)]
+        found.append((code.co_firstlineno, max(line for *_, line in code.co_lines() if line), code.co_qualname))
     return found
