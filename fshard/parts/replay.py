@@ -189,8 +189,7 @@ class Replay(Composition):
         """The gradients of a pass: one tree for all steps."""
         if number not in self.banks:
             memory = self.step.programs[number].memory
-            hosted = {group.id for group in form.groups if group.offloaded}
-            self.banks[number] = Bank(self, form, memory.homes | form.zero_chunks(), number, memory.reduced - hosted)
+            self.banks[number] = Bank(self, form, memory.homes | form.zero_chunks(), number, memory.passing)
         return self.banks[number]
 
     def reach_local(self, what: str, number: int) -> None:

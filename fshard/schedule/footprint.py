@@ -67,11 +67,13 @@ def footprint(schedule: Schedule, needs: Sequence[Need], graphs: bool = False) -
     A gradient that a compute op fills is part of its own need until it is over, and an item of memory after that. With
     ``graphs`` it is an item from the begin of the op, and the need has no gradients of leaves beside it, where no other
     call reads the group: else autograd adds up gradients of leaves there, too. Gradients that wait beside the flat one
-    while others are added (``fill:``) do so at the end of their op; what graphs write has none.
+    while others are added (``fill:``), and one that is flat at once (``shard:``), do so at the end of their op; what
+    graphs write has none of the former.
     """
     memory, done = schedule.memory, 0
     order = schedule.stages.spread(range(len(schedule.stages.computes)))
-    born, filled = (_begun(memory, kind, len(schedule)) for kind in ("grad:", "fill:"))
+    born, filled = (_begun(memory, kind, [g.name for g in schedule.groups], len(schedule)) for kind in ("grad", "fill"))
+    flat = _begun(memory, "shard", [group.name for group in schedule.groups if not group.reduced], len(schedule))
     direct = _direct(schedule) if graphs else frozenset()
     best, after = (-1, 0, 0, 0), 0
     for at, op in enumerate(schedule):
@@ -82,10 +84,10 @@ def footprint(schedule: Schedule, needs: Sequence[Need], graphs: bool = False) -
             if graphs and op.kind == "forward" and op.target != ROOT:
                 held = need.bare
             elif (op.microbatch, op.target) in direct:
-                held = max(held, need.bare + born[at])
+                held = max(held, need.bare + born[at] + flat[at])
             else:
-                held = max(held, after + filled[at])
-            beside -= born[at] + filled[at]
+                held = max(held, after + filled[at] + flat[at])
+            beside -= born[at] + filled[at] + flat[at]
         best = max(best, (held + beside, -at, beside, held))
     total, at, beside, held = best
     where = str(schedule[-at]) if len(schedule) else "none"
@@ -103,10 +105,10 @@ def _direct(schedule: Schedule) -> frozenset[tuple[int, str]]:
     return frozenset(found)
 
 
-def _begun(memory: Memory, kind: str, ops: int) -> list[int]:
-    """Bytes of the items of a kind that begin at each op."""
+def _begun(memory: Memory, kind: str, groups: Sequence[str], ops: int) -> list[int]:
+    """Bytes of the items of a kind, of some groups, that begin at each op."""
     begun = [0] * ops
-    for item, lives in memory.lifetimes.items():
-        for first, _ in lives if item.startswith(kind) else ():
+    for item in [f"{kind}:{group}" for group in groups]:
+        for first, _ in memory.lifetimes.get(item, ()):
             begun[first] += memory.sizes[item]
     return begun

@@ -16,12 +16,13 @@ less what the transfer itself begins. Where another backward fills the gradient 
 that op: those that waited and the new ones are ``fill:g``. ``update:g`` is what comes out of host memory for an update
 on the device, for that op. ``left:g`` is what rounding leaves out of a sum over replicas, and waits for the update as
 the sum does. A gradient for which no update waits ends with the last code between passes that reads it, or with the
-step where none does.
+step where none does. The gradient of a group without transfers is its ``shard:g`` from the first backward op of a
+reader on, and that op makes it beside those of leaves, which are ``fill:g`` there.
 
 ``copy:g`` is what a step that does not donate its state copies of it: before an update in the backward, or at the end.
 
-Two kinds are kept from one step to the next, and so live through all of each: ``cast:g``, the copy of a parameter shard
-in the dtype that is gathered or read, and the gradient of a group without transfers, which is a ``shard:g`` too.
+One kind is kept from one step to the next, and so lives through all of each: ``cast:g``, the copy of a parameter shard
+in the dtype that is gathered or read.
 
 ``exchange:g`` is a fragment between replicas that is under way during the step, or that leaves and arrives at its end:
 those of the step that holds most of them. ``update:g`` of such a group is what its arrival needs.
@@ -36,7 +37,7 @@ from operator import add
 
 from fshard.arguments import size_text
 from fshard.schedule import refusals
-from fshard.schedule.ops import LOCAL, GroupInfo, Op
+from fshard.schedule.ops import LOCAL, ROOT, GroupInfo, Op
 from fshard.schedule.pack import Span, pack, profile
 from fshard.schedule.stages import Pass, Stages
 from fshard.schedule.transfers import HOST, SECOND, STATE, Transfer, awaited, started
@@ -133,6 +134,8 @@ class _Lives:
         self.paths = {
             group.name: group.at("gradient") if g in stages.fillings else () for g, group in enumerate(groups)
         }
+        self.flat = _flat(groups, stages)
+        self.unfilled = self._unfilled()
         filled = {id(each): self._filled(each) for each in stages.passes}
         self.filled = {number: filled[id(each)] for number, each in enumerate(stages.microbatches)}
         read = {groups[group].name: gradient for group, gradient in stages.updates.items()}
@@ -149,6 +152,8 @@ class _Lives:
             if op.kind == "backward":
                 for group in self.filled.get(op.microbatch, {}).get(op.target, ()):
                     yield from self._fill(at, group)
+                for name in self.unfilled.get(op.microbatch, ()) if op.target == ROOT else ():
+                    self.born.setdefault(f"shard:{name}", at)  # it is zero from here on
             elif op.target in self.by_name:
                 yield from self._take(at, op, self.by_name[op.target])
             elif op.kind == LOCAL:
@@ -162,7 +167,9 @@ class _Lives:
         gradients = each.gradients or {}
         return {
             unit: [
-                group for i in ids if i in gradients for group in [self.groups[gradients[i]]] if self.paths[group.name]
+                group
+                for group in [self.groups[gradients[i]] for i in ids if i in gradients]
+                if self.paths[group.name] or group.name in self.flat
             ]
             for unit, ids in each.program.reads.items()
         }
@@ -172,10 +179,24 @@ class _Lives:
         op = self.ops[at]
         if at < self.last[op.microbatch, op.target]:
             return  # autograd adds up what the calls of a unit make, and hands it over after the last
+        if group.name in self.flat:
+            if f"shard:{group.name}" not in self.born:
+                self.born[f"shard:{group.name}"] = at
+                yield f"fill:{group.name}", _leaves(group), (at, at)
+            return
         self.born.setdefault(f"grad:{group.name}", at)
         self.fillings[group.name] += 1
         if self.fillings[group.name] == 2:
             yield f"fill:{group.name}", 2 * _leaves(group), (at, at)
+
+    def _unfilled(self) -> dict[int, list[str]]:
+        """Gradients without transfers that no backward fills, by the last microbatch of their pass."""
+        found: dict[int, list[str]] = {}
+        for number, filling in self.stages.fillings.items():
+            name, (first, last) = self.groups[number].name, filling.program.filled(filling.read)
+            if name in self.flat and first > last:
+                found.setdefault(filling.last, []).append(name)
+        return found
 
     def begin(self, item: str, at: int) -> None:
         """An item that must not be alive yet."""
@@ -256,6 +277,8 @@ class _Lives:
 
     def _kept(self, group: GroupInfo) -> str:
         """The item in which a gradient waits for its update; empty if no item does."""
+        if group.name in self.flat:
+            return "shard"
         target = self.paths[group.name][-1].target if self.paths[group.name] else HOST
         return "" if target == HOST else target
 
@@ -271,13 +294,11 @@ class _Lives:
     def _kept_between(self) -> Ended:
         """What has its memory from the first step on."""
         end = len(self.ops) - 1
-        for number, group in enumerate(self.groups):
+        for group in self.groups:
             if group.copy_bytes:
                 yield f"copy:{group.name}", group.copy_bytes, (0 if self._early else end, end)
-            kept = ["cast"] if group.cast_bytes else []
-            if group.trainable and number in self.stages.fillings and not self.paths[group.name]:
-                kept.append("shard")
-            yield from ((f"{item}:{group.name}", group.size(item), (0, end)) for item in kept)
+            if group.cast_bytes:
+                yield f"cast:{group.name}", group.cast_bytes, (0, end)
 
     @functools.cached_property
     def _early(self) -> bool:
@@ -295,6 +316,12 @@ class _Lives:
             yield f"{move.kind}:{group.name}", move.staging, (0 if move.delay else end, end)
         for group, _ in sorted(moves, key=lambda pair: pair[0].update_bytes)[-1:]:
             yield f"update:{group.name}", group.update_bytes, (end, end)
+
+
+def _flat(groups: Sequence[GroupInfo], stages: Stages) -> frozenset[str]:
+    """The groups whose gradients have no transfers: backwards fill what updates read."""
+    filled = [(group, g in stages.fillings) for g, group in enumerate(groups)]
+    return frozenset([group.name for group, fills in filled if fills and group.trainable and not group.reduced])
 
 
 def _leaves(group: GroupInfo) -> int:

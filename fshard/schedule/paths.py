@@ -105,6 +105,9 @@ class Paths:
             self.updates.replaced(g)
             if self.paths[g]:
                 self._until_over(g, self.paths[g][0].kind)
+        for g in self.completes[k]:  # without transfers, those that nothing has filled are zero once it is over
+            if not self.paths[g]:
+                self.updates.replaced(g)
 
     def after(self, k: int, microbatch: int) -> None:
         """Compute ``k`` is over: gradients that it completed begin their paths, those that nothing fills at the end."""

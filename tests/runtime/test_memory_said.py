@@ -84,17 +84,17 @@ def measured(opt: Any, rule: dict[str, Any] | None = None, fn: Any = loss, **opt
     mesh = fs.make_mesh((1,), ("shard",))
     plan = fs.make_plan(params, mesh, [fs.Rule(".*", fs.fsdp("shard"), align="leaf", **(rule or {}))], units=("*",))
     step = fs.make_train_step(fn, opt, plan, **options)
-    state, batch = fs.init_state(plan, opt, params=params), torch.ones(1 if fn is attention else 4, WIDTH)
-    said, most = step.trace(batch).footprint.peak_bytes, 0
-    for _ in range(STEPS - 2):
-        state, _ = step(state, batch)
-    for _ in range(2):
-        with Peak() as peak:
+    batch = torch.ones(1 if fn is attention else 4, WIDTH)
+    said = step.trace(batch).footprint.peak_bytes
+    with Peak() as peak:
+        state = fs.init_state(plan, opt, params=params)
+        for number in range(STEPS):
+            if number == STEPS - 2:
+                peak.begin()
             state, _ = step(state, batch)
-        most = max(most, peak.above)
-    memory = step._runner.programs.memory
-    kept = [*memory.homes.values(), *([] if memory.arena is None else [memory.arena])]
-    return most + sum(x.untyped_storage().nbytes() for x in kept), said
+    held = [x for shard in state.finished() for x in (shard.param, *shard.opt.values())]
+    own = sum({x.untyped_storage()._cdata: x.untyped_storage().nbytes() for x in held}.values())
+    return peak.above - own, said
 
 
 def agrees(found: tuple[int, int]) -> bool:
@@ -131,9 +131,12 @@ def test_updates_of_state_in_host_memory_count(name: str) -> None:
 
 
 def test_attention_without_dropout_is_computed_again_by_graphs_too() -> None:
-    """Its kernel takes memory for itself, so what was said is not the measure here."""
+    """Its kernel takes memory for itself, so what was said is not the measure here.
+
+    A graph has the flat gradient from its begin on, beside what it computes again.
+    """
     eager, graphs = (measured(OPTIMIZERS["sgd"], fn=attention, remat="all", compile=how)[0] for how in (None, "fx"))
-    assert graphs <= 1.01 * eager, (graphs, eager)
+    assert graphs <= 1.01 * eager + WIDTH * WIDTH * 4, (graphs, eager)
 
 
 @pytest.mark.parametrize("compile", [None, "fx"])

@@ -23,13 +23,13 @@ def alive_at(schedule: Schedule) -> list[dict[str, int]]:
     rows: list[dict[str, int]] = []
     now = {f"cast:{g.name}": g.cast_bytes for g in schedule.groups if g.cast_bytes}
     whole = [g for g in schedule.groups if g.trainable and not g.reduced and schedule.train]
-    now |= {f"shard:{g.name}": g.shard_bytes for g in whole}
+    filled = [schedule.groups[i] for op in schedule if op.kind == "backward" for i in schedule.program.reads[op.target]]
     if schedule.policy.update == "deferred":  # the gradients of the step before
         for g in schedule.groups if schedule.train else ():
             part = g.own_bytes > 0 and sends(g, "replica_reduce") > 0
             now |= (
                 {f"own:{g.name}" if part else f"shard:{g.name}": g.own_bytes if part else g.shard_bytes}
-                if g.reduced
+                if g.trainable
                 else {}
             )
     fillings: Counter[str] = Counter()  # of gradients that no reduction has taken
@@ -46,6 +46,12 @@ def alive_at(schedule: Schedule) -> list[dict[str, int]]:
                     if fillings[g.name] == 2:  # those that waited, and those that are added
                         now[f"fill:{g.name}"] = 2 * min(g.grad_bytes, g.full_bytes or g.grad_bytes)
                         done.append(f"fill:{g.name}")
+                if g in whole and over and f"shard:{g.name}" not in now:  # it is flat beside those of leaves
+                    now[f"shard:{g.name}"] = g.shard_bytes
+                    now[f"fill:{g.name}"] = min(g.grad_bytes, g.full_bytes or g.grad_bytes)
+                    done.append(f"fill:{g.name}")
+            if (op.target, op.microbatch) == ("root", schedule.accumulate - 1):  # those that nothing has filled
+                now |= {f"shard:{g.name}": g.shard_bytes for g in whole if g not in filled}
         elif op.kind == "all_gather" and group:
             now[f"param:{op.target}"] = group.full_bytes
         elif op.kind == "reduce_scatter" and group:
@@ -74,7 +80,7 @@ def alive_at(schedule: Schedule) -> list[dict[str, int]]:
                 "wait replica_reduce": ("replica_reduce",),
             }
             kinds = ends[op.kind] + (("shard",) if op.kind == "wait replica_reduce" and parted == ("own",) else ())
-            done = [f"{part}:{op.target}" for part in kinds if part != "shard" or group not in whole]
+            done = [f"{part}:{op.target}" for part in kinds]
         rows.append({item: -(-size // 256) * 256 for item, size in now.items()})
         for item in done:
             now.pop(item, None)
@@ -172,13 +178,16 @@ def test_a_shard_takes_memory_when_its_flat_gradient_has_gone(sent: int) -> None
     assert schedule.memory.lifetimes["shard:a"] == ((0, at["update a"]), (born, last))
 
 
-def test_gradients_without_transfers_are_kept_from_step_to_step() -> None:
+def test_gradients_without_transfers_live_from_a_backward_to_the_update() -> None:
     groups = [info("a", gathered=False, reduced=False), info("b", gathered=False), info("c", trainable=False)]
     made = program(("a", "b"), {"a": (0, 2), "b": (1,)})
     schedule = build(made, groups, Policy())
     assert set(schedule.memory.offsets) == {"param:c"}
-    assert set(schedule.memory.sizes) == {"param:c", "shard:a", "grad:b", "leaf:b", "reduce_scatter:b", "shard:b"}
-    assert schedule.memory.lifetimes["shard:a"] == ((0, len(schedule) - 1),)
+    items = {"param:c", "shard:a", "fill:a", "grad:b", "leaf:b", "reduce_scatter:b", "shard:b"}
+    assert set(schedule.memory.sizes) == items
+    at = {str(op): i for i, op in enumerate(schedule)}
+    assert schedule.memory.lifetimes["shard:a"] == ((0, at["update a"]), (at["backward a"], len(schedule) - 1))
+    assert schedule.memory.lifetimes["fill:a"] == ((at["backward a"], at["backward a"]),)
     assert set(build(made, groups, Policy(), train=False).memory.sizes) == {"param:c"}
 
 

@@ -191,7 +191,7 @@ class Gradients:
     Attributes:
         shards: a chunk a trainable group, by group id; made when the first step runs.
         update_slices: what one kernel call can update of each trainable group.
-        passing: the groups whose chunks have memory from their reduction to their update alone.
+        passing: the groups whose chunks have memory from their backward or reduction to their update alone.
         stagings: how groups that are not kept where they are updated come there, by group id.
         host: the groups that are updated on the host.
         left: what their sums over replicas have left for the next ones, by group id and the name of the buffer.
@@ -253,4 +253,4 @@ def gradients_of(plan: Plan, memory: StepMemory, slices: Mapping[int, tuple[Upda
         slices: the update slices of each trainable group.
     """
     host = frozenset(group.id for group in plan.groups if group.offloaded)
-    return Gradients(memory.homes, slices, memory.reduced - host, update_stagings(plan), host, memory.left)
+    return Gradients(memory.homes, slices, memory.passing, update_stagings(plan), host, memory.left)

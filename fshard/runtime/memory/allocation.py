@@ -4,6 +4,9 @@ Gradients have memory only in the backward, which frees activations. On a device
 allocator after the compute stream has waited for the last use, so the allocator's order by stream is sufficient.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 from torch import Tensor
 
 
@@ -12,6 +15,16 @@ def allocate(buffer: Tensor) -> None:
     storage = buffer.untyped_storage()
     if storage.nbytes() < buffer.nbytes:
         storage.resize_(buffer.nbytes)
+
+
+@contextmanager
+def with_memory(buffer: Tensor) -> Iterator[None]:
+    """Memory for the time of a block, if there is none: a view can only be made of a buffer that has some."""
+    bare = not buffer.untyped_storage().nbytes()
+    allocate(buffer)
+    yield
+    if bare:
+        deallocate(buffer)
 
 
 def deallocate(buffer: Tensor) -> None:

@@ -108,7 +108,7 @@ class FlatGradients:
             grad = buffers.slots.claim_grad()
             if not whole:
                 grad.zero_()
-            elif buffers.slots.gaps and grad is not buffers.home:
+            elif buffers.slots.gaps:
                 torch._foreach_zero_(buffers.slots.gaps)
         return True
 
@@ -116,7 +116,6 @@ class FlatGradients:
         """Move waiting gradients into the flat gradient."""
         numbers, grads = self.waiting.pop(slots.group.id, ((), ()))
         if numbers:
-            slots.claim_grad()
             _fill(slots, numbers, grads)
 
     def take(self, slots: GroupSlots) -> Tensor:
@@ -135,8 +134,11 @@ class FlatGradients:
         """
         for group, buffers in self.buffers.items():
             if not buffers.slots.reduced and group not in self.touched:
-                buffers.home.zero_()
-                self.touched.add(group)
+                self._fill(group)
+
+    def _fill(self, group: int) -> None:
+        self.buffers[group].slots.claim_grad().zero_()
+        self.touched.add(group)
 
     def complete(self) -> None:
         """At the end of a train step: fill gradients, and add what earlier steps accumulated."""
@@ -157,7 +159,7 @@ class FlatGradients:
     def ready(self, group: int) -> None:
         """Before an update with a gradient of this step: complete the gradient, and take its norm."""
         if group not in self.touched and group not in self.summed:
-            self.buffers[group].home.zero_()
+            self._fill(group)
         buffers = self.buffers[group]
         if buffers.offloaded:
             self.offload.synchronize(buffers.slots.group)  # its norm was taken before it left the device
@@ -183,13 +185,14 @@ class FlatGradients:
 
 def _fill(slots: GroupSlots, numbers: Sequence[int], grads: Sequence[Tensor | None]) -> None:
     """Write the first gradients of a group. Leaves that have none get zeros."""
+    flat = slots.claim_grad()
     if len(numbers) == len(slots.leaves) and type(None) not in map(type, grads):
         views = slots.grads if numbers == slots.numbers else [slots.grads[n] for n in numbers]
         torch._foreach_copy_(views, grads)  # type: ignore[arg-type]
         if slots.gaps:
             torch._foreach_zero_(slots.gaps)
         return
-    slots.claim_grad().zero_()
+    flat.zero_()
     pairs = [(slots.grads[n], grad) for n, grad in zip(numbers, grads, strict=True) if grad is not None]
     if pairs:
         torch._foreach_copy_([view for view, _ in pairs], [grad for _, grad in pairs])

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fshard.model.casting import Casting, make_casting
 from fshard.model.unit import Slot, attach, slot_of
-from fshard.runtime.memory.allocation import allocate, deallocate
+from fshard.runtime.memory.allocation import allocate, deallocate, with_memory
 from fshard.sharding.layout import Group
 from fshard.sharding.mesh import Mesh
 from fshard.sharding.plan import Plan
@@ -27,8 +27,8 @@ class GroupSlots:
         leaves: the tensors that units read, with ``_fshard_slot`` attached.
         full: the gathered buffer, None if the group is resident.
         stage: the buffer for rank-major data of a ``dim`` group, before they are unpacked.
-        grad: the full flat gradient; None if frozen. With a reduction, it has memory only while it is in use.
-        reduce_stage: the staging of the reduction, likewise.
+        grad: the full flat gradient; None if frozen. It has memory only while it is in use.
+        reduce_stage: the staging of its reduction, likewise.
         reduced: whether the gradient has a reduction.
         grads: a view of it for each leaf.
         gaps: views of its elements that no leaf covers.
@@ -72,14 +72,14 @@ class GroupSlots:
     def bind_grad(self, buffer: Tensor) -> None:
         """Make the gradients views of a full flat buffer."""
         self.grad = buffer
-        self.grads = leaf_views(self.group, buffer)
-        self.gaps = [buffer[a:b] for a, b in self.group.gaps]
+        with with_memory(buffer):
+            self.grads = leaf_views(self.group, buffer)
+            self.gaps = [buffer[a:b] for a, b in self.group.gaps]
 
     def claim_grad(self) -> Tensor:
         """The flat gradient, with memory."""
         assert self.grad is not None, self.group.name
-        if self.reduced:
-            allocate(self.grad)
+        allocate(self.grad)
         return self.grad
 
     def drop_grad(self) -> None:

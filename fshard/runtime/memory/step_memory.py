@@ -50,7 +50,8 @@ class StepMemory:
         left: the ``left`` of those that have any, which updates keep.
         arena: the arena of programs that have a schedule; None before the first.
         casts: room for the shards of groups that units read in another dtype, or that travel packed, by group id.
-        reduced: the groups whose gradients are reduced: their memory comes and goes.
+        reduced: the groups whose gradients are reduced.
+        passing: the groups whose gradients have memory on the device only from the backward to the update.
     """
 
     def __init__(self, plan: Plan, infos: Sequence[GroupInfo], train: bool, poison: bool) -> None:
@@ -62,6 +63,7 @@ class StepMemory:
         self.arena: Tensor | None = None
         self.reduced = frozenset(number for number, info in enumerate(infos) if train and info.reduced)
         self.trained = [group for group in plan.groups if train and group.trainable]
+        self.passing = frozenset([group.id for group in self.trained if not group.offloaded])
 
     @functools.cached_property
     def offload(self) -> Offload:
@@ -84,8 +86,7 @@ class StepMemory:
     def _gradient(self, group: Group) -> GroupBuffers:
         device, chunk = self.plan.mesh.device, group.owned.chunk
         shard = own = home = torch.zeros(chunk, dtype=group.dtype, device=device)
-        if group.id in self.reduced:
-            deallocate(own)
+        deallocate(own)
         if group.offloaded:
             pinned = "pinned_host" in (group.kinds.param, group.kinds.opt)
             space = memory_space("pinned_host" if pinned else "unpinned_host", self.plan.mesh)
