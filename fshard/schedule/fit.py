@@ -135,25 +135,32 @@ def _beside(costs: Costs, schedule: Schedule, ranks: Sequence[Row], overlap: Ove
 
     A step takes so much more than its ops do apart from transfers. Threads that carry transfers are the smaller part
     of it: the kernel's work for what arrives counts for the thread that it interrupts, and data leave caches. Where
-    each transfer is waited for, most of that falls into waits.
+    each transfer is waited for, most of that falls into waits. Messages take of it what they usually do, or all of it
+    if that is less; bytes take the rest.
     """
     other, own = (Clock(each, replace(costs, processors=1.0)) for each in (overlap.schedule, schedule))
     begun = [other.transfers.get((op.kind, op.target)) for op in overlap.schedule]
     moved = [(move.sent, costs.carrier(move)[1]) for move in begun if move is not None]
-    sent = sum(size for size, link in moved if link.bytes_per_s < math.inf)
-    known = sum(link.work(size) for size, link in moved if link.bytes_per_s == math.inf)
-    messages = sum(link.work(0) for _, link in moved if link.bytes_per_s < math.inf)
+    carried = [(size, link) for size, link in moved if link.bytes_per_s < math.inf]
+    sent = sum(size for size, _ in carried)
     if not sent:
         return dict(costs.links)
-    ops = fmean([_apart(schedule, row) for row in ranks]) + other.run().compute - own.run().compute
-    spent = fmean([sum(time.process + time.gap_process for time in row) for row in overlap.ranks])
-    taken = max(spent - ops - known, 0.0)
+    copied = sum(link.work(size) for size, link in moved if link.bytes_per_s == math.inf)
+    messages = sum(link.work(0) for _, link in carried)
+    more = other.run().compute - own.run().compute
+    taken = max(_more(schedule, ranks, overlap) - more - copied, 0.0)
     part = min(taken / messages, 1.0) if messages else 1.0
     each = max(taken - messages, 0.0) / sent
     return {
         key: link if link.bytes_per_s == math.inf else replace(link, beside=each, around=part * link.around)
         for key, link in costs.links.items()
     }
+
+
+def _more(schedule: Schedule, ranks: Sequence[Row], overlap: Overlap) -> float:
+    """What steps with overlap take more of processors than the ops of others do apart from transfers."""
+    spent = fmean([sum(time.process + time.gap_process for time in row) for row in overlap.ranks])
+    return spent - fmean([_apart(schedule, row) for row in ranks])
 
 
 def _apart(schedule: Schedule, row: Row) -> float:

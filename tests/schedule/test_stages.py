@@ -160,12 +160,10 @@ def test_gradients_live_while_somebody_reads_them(recipe: Any) -> None:
         assert end == over and any(g in freed for freed in stages.freed) == (bool(reading) and not updates)
         if not path:
             filling = stages.fillings[g]
-            fills = [
-                i
-                for i, op in enumerate(schedule)
-                if op.kind == "backward" and filling.first <= op.microbatch <= filling.last
-                if op.target == "root" or filling.read in filling.program.reads[op.target]
-            ]
+            fills = [i for i, op in enumerate(schedule) if op.kind == "backward"]
+            fills = [i for i in fills if filling.first <= schedule[i].microbatch <= filling.last]
+            units = [unit for unit, ids in filling.program.reads.items() if filling.read in ids]
+            fills = [i for i in fills if schedule[i].target in ("root", *units)]
             assert fills[0] <= begin <= fills[-1] and schedule[begin].kind == "backward"
             continue
         maker = next(move for move in path if move.target == path[-1].target)
