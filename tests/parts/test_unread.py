@@ -91,32 +91,3 @@ def trained(name: str, spec: Any) -> list[list[float]]:
 def test_what_a_batch_does_not_read_stays(pool: Pools, world: int, name: str, spec: Any) -> None:
     for found in pool(world).run(trained, name, spec):
         assert torch.allclose(torch.tensor(found), torch.tensor(plain()), atol=1e-5)
-
-
-def read_later(rule: dict[str, Any]) -> list[float]:
-    """The sums after steps of two passes, of which the first alone has gradients that count, and may read one layer.
-
-    Nothing is read between steps: that would apply the update that waits.
-    """
-    with fs.make_mesh((-1,), ("shard",)) as mesh:
-        plan = fs.make_plan(params(), mesh, [fs.Rule(".*", fs.fsdp("shard"), **rule)], units=("*",))
-        grad, update = fs.value_and_grad(loss, plan), fs.make_update(OPT, plan)
-
-        def step_fn(state: Any, pair: Any) -> Any:
-            _, grads = grad(state, pair["first"])
-            other, _ = grad(state, pair["second"])
-            state, _ = update(state, grads)
-            return state, other
-
-        step, state = fs.make_step(step_fn, plan), fs.init_state(plan, OPT, params=params())
-        for size in SIZES:
-            state, _ = step(state, {"first": batch(size), "second": batch(2)})
-        return [float(x.sum()) for x in tree.leaves(fs.unshard(state.params, plan))]
-
-
-@pytest.mark.parametrize("rule", [{}, {"memory_kind": "unpinned_host", "update_on": "device"}], ids=["device", "host"])
-@pytest.mark.parametrize("world", [1, 2])
-def test_a_pass_does_not_overwrite_what_an_update_waits_for(pool: Pools, world: int, rule: dict[str, Any]) -> None:
-    """The update that the step before has left may come first in a later pass, with what is read there."""
-    for found in pool(world).run(read_later, rule):
-        assert found == pytest.approx(plain()[-1], abs=1e-5)

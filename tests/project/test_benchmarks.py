@@ -301,6 +301,8 @@ def test_foresight_judges_choices_by_what_fits_and_keeps_what_was_measured(bench
     assert bench.foresight.errors(cases) == pytest.approx({"gpt|1|a": -0.1, "gpt|1|b": 0.1})
     assert bench.foresight.regrets(cases) == pytest.approx({("1", "auto"): 1.02, ("1", "auto within a limit"): 1.05})
     report = bench.common.Report("foresight", "A claim.", {})
+    bench.foresight.told(report, ["gpt"])
+    assert report.rows == report.notes == []  # nothing is measured yet
     key = f"{bench.foresight.SETTINGS[0]}: gpt"
     report.medians = {key: {"cases": cases, "disturbed": 1.5, "date": "today"}}
     bench.foresight.told(report, ["gpt"])

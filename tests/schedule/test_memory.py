@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fshard.errors import ScheduleError
-from fshard.schedule import Op, Policy, Schedule, build, parse
+from fshard.schedule import Op, Pass, Policy, Schedule, Stages, build, parse
 from fshard.schedule.pack import pack, stack
 from tests.schedule.cases import CASES, POLICIES, encoder_decoder, gpt, info, program, recipes, sends
 
@@ -189,6 +189,17 @@ def test_gradients_without_transfers_live_from_a_backward_to_the_update() -> Non
     assert schedule.memory.lifetimes["shard:a"] == ((0, at["update a"]), (at["backward a"], len(schedule) - 1))
     assert schedule.memory.lifetimes["fill:a"] == ((at["backward a"], at["backward a"]),)
     assert set(build(made, groups, Policy(), train=False).memory.sizes) == {"param:c"}
+
+
+def test_a_gradient_that_a_pass_does_not_fill_is_zero_after_it_and_was_applied_before() -> None:
+    """The second pass alone reads b, so that nothing gathers it before, and its update could come as late."""
+    groups = [info("a", gathered=False, reduced=False), info("b", reduced=False)]
+    first, second = program(("a",), {"a": (0,)}), program(("a", "b"), {"a": (0,), "b": (1,)})
+    stages = Stages((Pass(first, gradients={0: 0, 1: 1}), Pass(second, gradients={})), {0: 0, 1: 1})
+    schedule = build(stages, groups, Policy(prefetch=0))
+    at = {str(op): i for i, op in enumerate(schedule)}
+    assert at["update b"] < at["backward root"] < at["all_gather b"]
+    assert schedule.memory.lifetimes["shard:b"] == ((0, at["update b"]), (at["backward root"], len(schedule) - 1))
 
 
 @pytest.mark.parametrize("train", [True, False])

@@ -22,9 +22,11 @@ def with_memory(buffer: Tensor) -> Iterator[None]:
     """Memory for the time of a block, if there is none: a view can only be made of a buffer that has some."""
     bare = not buffer.untyped_storage().nbytes()
     allocate(buffer)
-    yield
-    if bare:
-        deallocate(buffer)
+    try:
+        yield
+    finally:
+        if bare:
+            deallocate(buffer)
 
 
 def deallocate(buffer: Tensor) -> None:
