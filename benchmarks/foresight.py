@@ -41,8 +41,9 @@ from foresight_models import MODELS
 
 import fshard as fs
 from fshard.schedule import parse
-from fshard.schedule.costs import Costs, Link, read_costs
+from fshard.schedule.costs import Costs, read_costs
 from fshard.schedule.fit import counted
+from fshard.schedule.link import Link
 from fshard.schedule.simulate import simulate
 
 MEDIAN, WORST = 0.05, 0.10

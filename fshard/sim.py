@@ -9,7 +9,8 @@ from fshard.foresight.foresee import Hardware, hardware
 from fshard.foresight.options import Option, Search
 from fshard.foresight.search import search
 from fshard.runtime.steps.rates import measured_peak
-from fshard.schedule.costs import Costs, Link, Noise, read_costs
+from fshard.schedule.costs import Costs, Noise, read_costs
+from fshard.schedule.link import Link
 from fshard.schedule.machines import DEVICES, LINKS, Cluster
 from fshard.schedule.simulate import Simulation, simulate
 

@@ -13,8 +13,9 @@ from fshard.arguments import size_text
 from fshard.schedule import refusals
 from fshard.schedule.build import build
 from fshard.schedule.candidates import Task, candidates
-from fshard.schedule.costs import Costs, Link
+from fshard.schedule.costs import Costs
 from fshard.schedule.footprint import Footprint, Need, footprint
+from fshard.schedule.link import Link
 from fshard.schedule.machines import Speed, unit_seconds
 from fshard.schedule.policy import UPDATES, Policy
 from fshard.schedule.schedule import Schedule

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from fshard.schedule import refusals
-from fshard.schedule.costs import Costs, Link, Noise
+from fshard.schedule.costs import Costs, Noise
+from fshard.schedule.link import Link
 from fshard.schedule.ops import STEP_KINDS, Op
 from fshard.schedule.schedule import Schedule
 from fshard.schedule.transfers import Transfer, awaited, started
@@ -27,8 +28,9 @@ TICK = 4e-3
 BEFORE = 3
 """Steps before the one that is told: by then, bursts are as in all later ones, and what ranks take from each other."""
 
-Issue = tuple[Callable[[Time], Time], Time]
-"""When a transfer arrives that is waited for from some time on; and the work that was owed when it was issued."""
+Issue = tuple[Callable[[Time], Time], Time, int]
+"""When a transfer arrives that is waited for from some time on; the work that was owed when it was issued, and by
+which op that was."""
 
 
 def turn(link: Link) -> float:
@@ -146,7 +148,7 @@ class Clock:
             transfer = self.transfers.get((op.kind, op.target))
             if transfer is None:
                 self._work(op, seconds)
-                self.under_way[op.kind, op.target] = lambda now: now, self.owed
+                self.under_way[op.kind, op.target] = lambda now: now, self.owed, at
             else:
                 self._start(at, op, transfer, seconds)
             return self.now, self.now
@@ -154,10 +156,12 @@ class Clock:
         if row is not None:
             if (row.name, op.target) not in self.under_way:
                 raise refusals.broken_lifetime(f"{row.name} of {op.target}", at, str(op), "none is in flight")
-            self._arrive(*self.under_way.pop((row.name, op.target)))
+            arrival, owed, begun = self.under_way.pop((row.name, op.target))
+            self._arrive(arrival, owed)
             transfer = self.transfers.get((row.name, op.target))
             if transfer is not None:
-                seconds += transfer.sent * self.costs.carrier(transfer)[1].taking
+                link = self.costs.carrier(transfer)[1]
+                seconds = max(seconds + transfer.sent * link.taking + (link.ahead if at > begun + 1 else 0.0), 0.0)
         elif op.kind in STEP_KINDS:
             self.now, self.behind = self.meet(self.now, "") + self.behind, 0.0
         self._work(op, seconds)
@@ -173,7 +177,7 @@ class Clock:
         passing = wire.add(f"{transfer.kind}({transfer.axes})", link, transfer.sent, self.now, come, late)
         self.issued.append((at, wire, passing))
         self.owed = self.owed + link.work(transfer.sent) * self.slow * self.costs.shared
-        self.under_way[op.kind, op.target] = partial(self._awaited, wire, passing), self.owed
+        self.under_way[op.kind, op.target] = partial(self._awaited, wire, passing), self.owed, at
         self.ticks.sent += transfer.sent
 
     def _awaited(self, wire: Wire, passing: Passing, now: Time) -> Time:

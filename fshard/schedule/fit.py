@@ -2,7 +2,7 @@
 
 What is fitted were steps of the ``APART`` policy, in which every transfer is waited for as soon as it has begun, so
 that compute and transfers do not disturb each other. How much they do is what steps of ``BESIDE`` take more of
-processors. What a link does without pauses is measured apart.
+processors, or less. What a link does without pauses is measured apart.
 """
 
 import math
@@ -12,8 +12,9 @@ from statistics import fmean
 
 from fshard.errors import PlanError
 from fshard.schedule.clock import Clock
-from fshard.schedule.costs import Costs, Link
+from fshard.schedule.costs import Costs
 from fshard.schedule.fit_links import NO_STREAMS, Sample, Stream, apart, busy, line
+from fshard.schedule.link import Link
 from fshard.schedule.ops import COMPUTE_KINDS, STEP_KINDS
 from fshard.schedule.policy import Policy
 from fshard.schedule.schedule import Schedule
@@ -133,28 +134,47 @@ def fit(
 def _beside(costs: Costs, schedule: Schedule, ranks: Sequence[Row], overlap: Overlap) -> dict[str, Link]:
     """The links, with what transfers take from processors when they run beside compute.
 
-    A step takes so much more than its ops do apart from transfers. Threads that carry transfers are the smaller part
-    of it: the kernel's work for what arrives counts for the thread that it interrupts, and data leave caches. Where
-    each transfer is waited for, most of that falls into waits. Messages take of it what they usually do, or all of it
-    if that is less; bytes take the rest.
+    A step takes so much more than its ops do apart from transfers, or less.
     """
     other, own = (Clock(each, replace(costs, processors=1.0)) for each in (overlap.schedule, schedule))
-    begun = [other.transfers.get((op.kind, op.target)) for op in overlap.schedule]
-    moved = [(move.sent, costs.carrier(move)[1]) for move in begun if move is not None]
-    carried = [(size, link) for size, link in moved if link.bytes_per_s < math.inf]
-    sent = sum(size for size, _ in carried)
-    if not sent:
-        return dict(costs.links)
-    copied = sum(link.work(size) for size, link in moved if link.bytes_per_s == math.inf)
+    moves = [other.transfers.get((op.kind, op.target)) for op in overlap.schedule]
+    begun = [(at, move.sent, costs.carrier(move)[1]) for at, move in enumerate(moves) if move is not None]
+    carried = [(size, link) for _, size, link in begun if not _copied(link)]
+    copied = sum(link.work(size) for _, size, link in begun if _copied(link))
+    taken = _more(schedule, ranks, overlap) - (other.run().compute - own.run().compute) - copied
+    if carried:
+        return _threads(costs.links, carried, max(taken, 0.0))
+    return _apart_no_longer(costs.links, sum(not _at_once(overlap.schedule, at) for at, *_ in begun), taken)
+
+
+def _threads(links: Mapping[str, Link], carried: Sequence[tuple[int, Link]], taken: float) -> dict[str, Link]:
+    """The links, if the transfers that threads carry take so much from processors.
+
+    Those threads are the smaller part of it: the kernel's work for what arrives counts for the thread that it
+    interrupts, and data leave caches. Where each transfer is waited for, most of that falls into waits. Messages take
+    of it what they usually do, or all of it if that is less; bytes take the rest.
+    """
     messages = sum(link.work(0) for _, link in carried)
-    more = other.run().compute - own.run().compute
-    taken = max(_more(schedule, ranks, overlap) - more - copied, 0.0)
     part = min(taken / messages, 1.0) if messages else 1.0
-    each = max(taken - messages, 0.0) / sent
-    return {
-        key: link if link.bytes_per_s == math.inf else replace(link, beside=each, around=part * link.around)
-        for key, link in costs.links.items()
-    }
+    each = max(taken - messages, 0.0) / sum(size for size, _ in carried)
+    changed = {key: replace(link, beside=each, around=part * link.around) for key, link in links.items()}
+    return {key: link if _copied(link) else changed[key] for key, link in links.items()}
+
+
+def _apart_no_longer(links: Mapping[str, Link], count: int, taken: float) -> dict[str, Link]:
+    """The links, if so many copies which are not waited for at once take so much more or less: ranks do not meet."""
+    return {key: replace(link, ahead=taken / count if count else 0.0) for key, link in links.items()}
+
+
+def _at_once(schedule: Schedule, at: int) -> bool:
+    """Whether a transfer is waited for as soon as it has begun."""
+    row = awaited(schedule[at + 1].kind)
+    return row is not None and (row.name, schedule[at + 1].target) == (schedule[at].kind, schedule[at].target)
+
+
+def _copied(link: Link) -> bool:
+    """Whether the thread that computes copies what is sent, so that nothing is on its way."""
+    return link.shared_memory or link.bytes_per_s == math.inf
 
 
 def _more(schedule: Schedule, ranks: Sequence[Row], overlap: Overlap) -> float:

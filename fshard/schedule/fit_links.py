@@ -12,7 +12,7 @@ from itertools import combinations
 from statistics import fmean, median
 from types import MappingProxyType
 
-from fshard.schedule.costs import Link
+from fshard.schedule.link import Link
 
 TURNS = 3
 """Steps until bursts are as in all later ones."""

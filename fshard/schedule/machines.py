@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from fshard.errors import PlanError
-from fshard.schedule.costs import Costs, Link
+from fshard.schedule.costs import Costs
 from fshard.schedule.footprint import Need
+from fshard.schedule.link import Link
 from fshard.schedule.stages import Stages
 from fshard.sharding.mesh import Mesh
 

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from fshard.schedule.costs import Link
+from fshard.schedule.link import Link
 
 Time = Any
 """Seconds: a float, or a tensor with one for each rank."""

@@ -1,7 +1,9 @@
 """Calibration: a few timed steps, and the costs that they had."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from math import inf
+from itertools import product
+from math import ceil, inf
 from statistics import median
 from time import perf_counter
 from typing import Any, Protocol
@@ -22,6 +24,9 @@ WARM = 2
 
 SPAN, MOST = 3.0, 300
 """Seconds of measured steps, if steps are so short that ``rounds`` take less, and the most steps for that."""
+
+TURNS = 8
+"""Turns of the two kinds of steps, each after a step that does not count."""
 
 
 class Measured(Protocol):
@@ -93,8 +98,7 @@ def calibrated(
         problems.append(f"processors={processors}: more than none")
     if problems:
         raise errors.bad_arguments("calibrate", problems)
-    apart, state = _taken(step, state, batch, rounds, SPAN, comms)
-    overlapped, _ = _taken(beside, state, batch, rounds, SPAN / 2, comms)
+    apart, overlapped = _in_turns({step: SPAN, beside: SPAN / 2}, state, batch, rounds, comms)
     watched = Watched(step.schedule, apart.watches), Watched(beside.schedule, overlapped.watches)
     costs = fitted_by_all(comms, watched[0], max(median(apart.hosts), 0.0), processors, watched[1])
     if costs is None:
@@ -102,12 +106,20 @@ def calibrated(
     return costs
 
 
-def _taken(
-    step: Measured, state: TrainState, batch: Any, rounds: int, span: float, comms: Any
-) -> tuple[Rows, TrainState]:
-    """At least so many steps, and as many as take so long, after some that do not count. Collective."""
-    rows = Rows()
-    state = Rows().take(step, state, batch, WARM)
-    state = rows.take(step, state, batch, rounds)
-    more = min(steps_in(comms, span, median(rows.seconds)), MOST) - rounds
-    return rows, rows.take(step, state, batch, more)
+def _in_turns(spans: Mapping[Measured, float], state: TrainState, batch: Any, rounds: int, comms: Any) -> list[Rows]:
+    """At least so many steps of each kind, and as many as take its span, after some that do not count. Collective.
+
+    They take turns: what else runs on a machine comes and goes in seconds, and would be taken for a difference.
+    """
+    every: list[tuple[Measured, Rows, int]] = []
+    for step, span in spans.items():
+        rows = Rows()
+        state = Rows().take(step, state, batch, WARM)
+        state = rows.take(step, state, batch, rounds)
+        more = min(steps_in(comms, span, median(rows.seconds)), MOST) - rounds
+        every.append((step, rows, ceil(more / TURNS)))
+    for _, (step, rows, count) in product(range(TURNS), every):
+        if count > 0:
+            state = Rows().take(step, state, batch, 1)
+            state = rows.take(step, state, batch, count)
+    return [rows for _, rows, _ in every]

@@ -17,9 +17,10 @@ from fshard.runtime.steps import calibrate
 from fshard.runtime.steps.calibrate import Watched, fitted_by_all, op_times
 from fshard.schedule import Costs, Link, Policy, Schedule, simulate
 from fshard.schedule.clock import TICK, turn
-from fshard.schedule.costs import AROUND
 from fshard.schedule.fit import APART, BESIDE, OpTime, Overlap, fit
 from fshard.schedule.fit_links import Stream
+from fshard.schedule.link import AROUND
+from fshard.schedule.ops import Op
 from fshard.schedule.transfers import awaited, started
 from fshard.training import calibrate as calibrated
 from tests.foresight.test_calibrate import LINK, QUICK, made, over, timed
@@ -195,13 +196,39 @@ def test_steps_with_overlap_that_take_less_leave_transfers_without_work() -> Non
     assert costs.links["shard"].beside == 0.0
 
 
-def test_bytes_that_the_thread_copies_take_nothing_beside_it() -> None:
-    """On shared processors copies are never on their way, so there is nothing for compute to run beside."""
+@given(st.floats(-0.5, 2.0), st.sampled_from([0.5, 1.0]))
+@settings(max_examples=20, deadline=None)
+def test_copies_take_more_or_less_where_ranks_do_not_meet_at_each(more: float, own: float) -> None:
+    """The thread that computes copies: bytes take nothing beside it, but a step with overlap differs from one without.
+
+    What it takes more or less is that of transfers which are not waited for at once; steps apart stay as they were.
+    """
     apart, beside = over(3, APART), over(3, BESIDE)
     truth, shared_memory = Costs(QUICK, links={"shard": LINK}), {"shard": Stream(math.inf, 0.0, peers=1)}
-    among = slowed(timed(beside, truth), beside, {"backward": 1.0}, {"backward": 1.0})
-    plain = fit(apart, [timed(apart, truth)], 0.0, 0.5, "", shared_memory)
-    assert fit(apart, [timed(apart, truth)], 0.0, 0.5, "", shared_memory, Overlap(beside, [among])) == plain
+    rows = timed(apart, truth)
+    among = slowed(timed(beside, truth), beside, {"backward": more}, {})
+    plain = fit(apart, [rows], 0.0, own, "", shared_memory)
+    costs = fit(apart, [rows], 0.0, own, "", shared_memory, Overlap(beside, [among]))
+    later = [at for at, op in enumerate(beside) if started(op.kind) and beside[at + 1] != waits(op)]
+    wanted = more * sum(op.kind == "backward" for op in beside) / len(later)
+    assert [link.ahead for link in costs.links.values()] == pytest.approx([wanted] * len(costs.links), abs=1e-9)
+    assert {key: replace(link, ahead=0.0) for key, link in costs.links.items()} == plain.links
+    assert simulate(apart, costs) == simulate(apart, plain)
+    longer, as_long = (simulate(beside, replace(each, processors=1.0)).compute for each in (costs, plain))
+    assert longer - as_long == pytest.approx(more * sum(op.kind == "backward" for op in beside), abs=1e-9)
+
+
+def waits(op: Op) -> Op:
+    return replace(op, kind=f"wait {op.kind}")
+
+
+def test_no_wait_takes_less_than_nothing() -> None:
+    link = Link(math.inf, ahead=-9.0, shared_memory=True)
+    costs = Costs({("wait all_gather", ""): 1.0, ("wait reduce_scatter", ""): 1.0}, link)
+    assert simulate(over(3, Policy(prefetch=2)), costs).seconds < simulate(over(3, APART), costs).seconds
+    assert (
+        min(b - a for run in [simulate(over(3, BESIDE), costs)] for a, b in zip(run.starts, run.ends, strict=True)) == 0
+    )
 
 
 def test_calibrations_see_steps_with_transfers_beside_compute(monkeypatch: pytest.MonkeyPatch) -> None:

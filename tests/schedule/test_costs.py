@@ -1,5 +1,6 @@
 """Costs: what transfers take from compute, saving and composing, noise, and the tables of machines."""
 
+import itertools
 import json
 import math
 from dataclasses import replace
@@ -13,8 +14,9 @@ from hypothesis import strategies as st
 import fshard as fs
 from fshard.errors import PlanError
 from fshard.schedule import Costs, Link, Policy, Schedule, build, simulate
-from fshard.schedule.costs import SPREAD, Noise, read_costs
+from fshard.schedule.costs import Noise, read_costs
 from fshard.schedule.footprint import Need
+from fshard.schedule.link import SPREAD, sleeps
 from fshard.schedule.machines import DEVICES, LINKS, Cluster, named_device, named_link, speed
 from tests.schedule.cases import recipes
 from tests.schedule.test_simulate import assume_wires_of_their_own, chain
@@ -86,6 +88,17 @@ def test_messages_over_sockets_take_processors_as_bytes_do() -> None:
     count = sum(op.kind == "all_gather" for op in schedule)
     ticks = simulate(schedule, costs)
     assert count == len(moved) and ticks.beside == pytest.approx(sum(map(link.work, moved)))
+
+
+def test_a_rank_that_waits_for_more_peers_sleeps_more_often() -> None:
+    """Through shared memory it looks for one peer after the other, and sleeps for those later than all before them."""
+    orders = [*itertools.permutations(range(3))]
+    records = [sum(late > max(order[:at], default=-1) for at, late in enumerate(order)) for order in orders]
+    assert sum(records) / len(orders) == pytest.approx(sleeps(3))
+    link = Link(ahead=-6.0, peers=1, shared_memory=True)
+    costs = Costs(links={"all_gather over shard": link, "shard": replace(link, peers=0)})
+    four = costs.among(fs.abstract_mesh((4,), ("shard",))).links
+    assert four["all_gather over shard"].ahead == pytest.approx(-6.0 * sleeps(3)) and four["shard"].ahead == -6.0
 
 
 @pytest.mark.parametrize("shared", [True, False])
@@ -324,6 +337,7 @@ def test_costs_that_do_not_know_how_links_carry_are_refused(tmp_path: Path) -> N
     ("bad", "words"),
     [
         (lambda: Link(beside=-1.0), "beside=-1.0"),
+        (lambda: Link(ahead=math.nan), "ahead=nan"),
         (lambda: Costs(host=-1.0), "host=-1.0"),
         (lambda: Costs({"root": 1.0}), r"'root' is no op: give a pair"),  # type: ignore[dict-item]
         (lambda: Costs({("forward", "root"): (1.0, 2.0)}), r"forward root takes \(1.0, 2.0\) seconds"),

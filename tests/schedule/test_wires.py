@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fshard.schedule.clock import Clock, Fleet
-from fshard.schedule.costs import Link
+from fshard.schedule.link import Link
 from fshard.schedule.wires import Passing, Wire
 
 Job = tuple[str, float, float, int]
