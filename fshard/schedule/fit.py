@@ -143,11 +143,12 @@ def _beside(costs: Costs, schedule: Schedule, ranks: Sequence[Row], overlap: Ove
     copied = sum(link.work(size) for _, size, link in begun if _copied(link))
     taken = _more(schedule, ranks, overlap) - (other.run().compute - own.run().compute) - copied
     if carried:
-        return _threads(costs.links, carried, max(taken, 0.0))
-    return _apart_no_longer(costs.links, sum(not _at_once(overlap.schedule, at) for at, *_ in begun), taken)
+        return _by_threads(costs.links, carried, max(taken, 0.0))
+    met = [_at_once(overlap.schedule, at) for at, _, link in begun if link.shared_memory]
+    return _by_copies(costs.links, met.count(False), taken)
 
 
-def _threads(links: Mapping[str, Link], carried: Sequence[tuple[int, Link]], taken: float) -> dict[str, Link]:
+def _by_threads(links: Mapping[str, Link], carried: Sequence[tuple[int, Link]], taken: float) -> dict[str, Link]:
     """The links, if the transfers that threads carry take so much from processors.
 
     Those threads are the smaller part of it: the kernel's work for what arrives counts for the thread that it
@@ -161,9 +162,10 @@ def _threads(links: Mapping[str, Link], carried: Sequence[tuple[int, Link]], tak
     return {key: link if _copied(link) else changed[key] for key, link in links.items()}
 
 
-def _apart_no_longer(links: Mapping[str, Link], count: int, taken: float) -> dict[str, Link]:
-    """The links, if so many copies which are not waited for at once take so much more or less: ranks do not meet."""
-    return {key: replace(link, ahead=taken / count if count else 0.0) for key, link in links.items()}
+def _by_copies(links: Mapping[str, Link], count: int, taken: float) -> dict[str, Link]:
+    """The links, if so many copies that are not waited for at once take so much more or less: no rank sleeps there."""
+    ahead = taken / count if count else 0.0
+    return {key: replace(link, ahead=ahead) if link.shared_memory else link for key, link in links.items()}
 
 
 def _at_once(schedule: Schedule, at: int) -> bool:

@@ -218,6 +218,16 @@ def test_copies_take_more_or_less_where_ranks_do_not_meet_at_each(more: float, o
     assert longer - as_long == pytest.approx(more * sum(op.kind == "backward" for op in beside), abs=1e-9)
 
 
+def test_links_without_a_rate_that_share_no_memory_take_nothing_ahead() -> None:
+    """Their transfers are no copies of this thread: on a GPU, for one, its time is that of the host."""
+    apart, beside = over(3, APART), over(3, BESIDE)
+    truth = Costs(QUICK, links={"shard": Link()})
+    among = slowed(timed(beside, truth, Link()), beside, {"backward": 1.0}, {})
+    plain = fit(apart, [timed(apart, truth, Link())], 0.0, 1.0, "")
+    assert {link.bytes_per_s for link in plain.links.values()} == {math.inf}
+    assert fit(apart, [timed(apart, truth, Link())], 0.0, 1.0, "", overlap=Overlap(beside, [among])) == plain
+
+
 def waits(op: Op) -> Op:
     return replace(op, kind=f"wait {op.kind}")
 
