@@ -132,20 +132,17 @@ def fit(
 
 
 def _beside(costs: Costs, schedule: Schedule, ranks: Sequence[Row], overlap: Overlap) -> dict[str, Link]:
-    """The links, with what transfers take from processors when they run beside compute.
-
-    A step takes so much more than its ops do apart from transfers, or less.
-    """
+    """The links, with what steps take more, or less, whose transfers run beside compute."""
     other, own = (Clock(each, replace(costs, processors=1.0)) for each in (overlap.schedule, schedule))
     moves = [other.transfers.get((op.kind, op.target)) for op in overlap.schedule]
     begun = [(at, move.sent, costs.carrier(move)[1]) for at, move in enumerate(moves) if move is not None]
     carried = [(size, link) for _, size, link in begun if not _copied(link)]
-    copied = sum(link.work(size) for _, size, link in begun if _copied(link))
-    taken = _more(schedule, ranks, overlap) - (other.run().compute - own.run().compute) - copied
+    foreseen = other.run().compute - own.run().compute
     if carried:
-        return _by_threads(costs.links, carried, max(taken, 0.0))
+        copied = sum(link.work(size) for _, size, link in begun if _copied(link))
+        return _by_threads(costs.links, carried, max(_more(schedule, ranks, overlap) - foreseen - copied, 0.0))
     met = [_at_once(overlap.schedule, at) for at, _, link in begun if link.shared_memory]
-    return _by_copies(costs.links, met.count(False), taken)
+    return _by_copies(costs.links, met.count(False), _longer(ranks, overlap) - foreseen)
 
 
 def _by_threads(links: Mapping[str, Link], carried: Sequence[tuple[int, Link]], taken: float) -> dict[str, Link]:
@@ -183,6 +180,17 @@ def _more(schedule: Schedule, ranks: Sequence[Row], overlap: Overlap) -> float:
     """What steps with overlap take more of processors than the ops of others do apart from transfers."""
     spent = fmean([sum(time.process + time.gap_process for time in row) for row in overlap.ranks])
     return spent - fmean([_apart(schedule, row) for row in ranks])
+
+
+def _longer(ranks: Sequence[Row], overlap: Overlap) -> float:
+    """What steps with overlap take more of the thread that computes and copies.
+
+    Threads that compute with it do not count: they may spin while it waits, and take no copies.
+    """
+    spent, apart = (
+        fmean([sum(time.thread + time.gap_thread for time in row) for row in rows]) for rows in (overlap.ranks, ranks)
+    )
+    return spent - apart
 
 
 def _apart(schedule: Schedule, row: Row) -> float:

@@ -172,8 +172,8 @@ class TrainStep(OneFunction):
         """Measure the costs of the ops of this step on these ranks. Collective; the step itself stays as it is.
 
         A state of its own, from seed 0, makes some steps in which every transfer is waited for as soon as it has begun,
-        so that transfers and compute do not disturb each other; and some with transfers beside compute, to see what
-        they take from it. That takes the memory of a second state.
+        so that transfers and compute do not disturb each other; and, in turns with them, some with transfers beside
+        compute, to see what they take from it. That takes the memory of a second state.
 
         Args:
             batch: this rank's batch.
