@@ -37,6 +37,7 @@ from fshard.runtime.steps.failures import together
 from fshard.runtime.steps.handshake import Intent, agree
 from fshard.runtime.steps.options import Running
 from fshard.runtime.steps.rates import decided, foreseen
+from fshard.runtime.steps.rows import rows_of
 from fshard.schedule.auto import Auto, Choice
 from fshard.schedule.infos import communicators
 from fshard.schedule.policy import Policy
@@ -82,6 +83,7 @@ class StepRunner:
 
     def __init__(self, fn: Callable[..., Any], plan: Plan, running: Running, donate: bool) -> None:
         self.fn, self.plan, self.running, self.donate = fn, plan, running, donate
+        self._rows = rows_of(plan.batch, plan.mesh)
         self.latest = Latest()
         self.choices: dict[Recorded, Choice] = {}
         self._recorded: dict[Hashable, tuple[Recorded | None, Sequence[Plan]]] = {}
@@ -221,7 +223,7 @@ class StepRunner:
         begin(self.plan.mesh, executor)
         try:
             with together(comms):
-                executor.handshake(lambda: agree(control, CALL, intent, given.batch, plain, None, facts))
+                executor.handshake(lambda: agree(control, CALL, intent, given.batch, plain, None, facts, self._rows))
                 for programs in step.programs:
                     programs.comms.open()
                 for axes in step.recorded.communicates:

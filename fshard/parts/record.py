@@ -155,7 +155,7 @@ class Recording(Composition):
 
     def run_pass(self, spec: PassSpec, number: int, version: int, batch: Any) -> tuple[torch.dtype, Any]:
         """Trace its function."""
-        parts = microbatches(batch, spec.accumulate)
+        parts = microbatches(batch, spec.accumulate, spec.plan.batch)
         before = self.between.take()
         with self.between.outside():
             traced = trace_in(self.mode, spec.fn, spec.plan, parts[0], spec.train, spec.remat)

@@ -150,7 +150,7 @@ class Replay(Composition):
             raise Mispredicted("another pass of the step function is due, or its batch has another structure")
         self._forget()
         check_device(batch, spec.plan.mesh.device)
-        parts = microbatches(batch, spec.accumulate)
+        parts = microbatches(batch, spec.accumulate, spec.plan.batch)
         if spec.train:
             check_detached(batch)
         if spec.train and not stage.found.weighted:

@@ -32,9 +32,10 @@ from fshard.runtime.engine import Mean, fingerprint, leading_dims, means_of, rea
 from fshard.runtime.engine.batch import check_device
 from fshard.runtime.engine.loss import Loss
 from fshard.runtime.execution.executor import diverged
-from fshard.runtime.steps import raise_failure, uneven_rows
+from fshard.runtime.steps import raise_failure
 from fshard.runtime.steps.consensus import CUT, FAILED, OK
 from fshard.runtime.steps.refusals import unlike_losses
+from fshard.runtime.steps.rows import Rows, rows_of, uneven_rows
 from fshard.sharding.plan import Plan
 from fshard.state.equal import Equal
 from fshard.transform.gather import Resharding, Versions, gather_all
@@ -54,6 +55,10 @@ class ShardedLoss:
 
     def __post_init__(self) -> None:
         check_loss(self.loss_fn, self.plan)
+
+    @functools.cached_property
+    def _rows(self) -> Rows:
+        return rows_of(self.plan.batch, self.plan.mesh)
 
     @functools.cached_property
     def _equal(self) -> Equal:
@@ -110,7 +115,7 @@ class ShardedLoss:
             raise
         except Exception as error:
             failure = error
-        _handshake(comm, place, batch, value if isinstance(value, Loss) else None, failure, facts)
+        _handshake(comm, place, batch, value if isinstance(value, Loss) else None, failure, facts, self._rows)
         return value
 
     def _checked(self, params: Any, batch: Any) -> dict[str, Tensor]:
@@ -247,6 +252,7 @@ def _handshake(
     loss: Loss | None = None,
     failure: Exception | None = None,
     facts: Facts = Facts(),  # noqa: B008 - a frozen value
+    sizes: Rows = Rows(),  # noqa: B008 - likewise
 ) -> None:
     """Raise on all ranks the failure of any of them, and refuse losses without a common mean.
 
@@ -254,7 +260,7 @@ def _handshake(
     failed because another one cut its collective off raises that rank's failure.
     """
     status = OK if failure is None else CUT if isinstance(failure, CommError) else FAILED
-    mine = [status, digest(place), facts.number, *_mean_row(batch, loss)]
+    mine = [status, digest(place), facts.number, *_mean_row(batch, loss, sizes)]
     with torch._C._DisableFuncTorch():  # a transform under way would wrap what is sent
         rows = announce(comm, "sharded loss", mine)
         if any(row[0] for row in rows):
@@ -264,18 +270,16 @@ def _handshake(
             raise diverged(exchange_text(comm, f"{place} ({call_site()})"))
     if any(row[3:6] != rows[0][3:6] for row in rows):
         raise unlike_losses([(bool(row[3]), row[4], row[5]) for row in rows])
-    if any(row[6] != rows[0][6] for row in rows):
-        raise uneven_rows([row[7] for row in rows])
+    if uneven := sizes.uneven([row[6:] for row in rows]):
+        raise uneven_rows(uneven)
 
 
-def _mean_row(batch: Any, loss: Loss | None) -> list[int]:
-    """What losses with a common mean have in common, and the leading dim of the batch; zeros where there is no loss."""
-    dims = leading_dims(batch)
-    first = dims[0] if dims else -1
+def _mean_row(batch: Any, loss: Loss | None, rows: Rows) -> list[int]:
+    """What losses with a common mean have in common, and the sizes of the batch; zeros where there is no plain mean."""
     if loss is None:
-        return [0, 0, 0, 0, first]
+        return [0] * 7
     weighted = loss.count is not None
-    return [int(weighted), *fingerprint(loss.aux), 0 if weighted else digest(dims), first]
+    return [int(weighted), *fingerprint(loss.aux), *([0] * 4 if weighted else rows.numbers(batch))]
 
 
 def _written(what: list[str]) -> UnitError:

@@ -17,7 +17,9 @@ from fshard.collectives.scope import cutting
 from fshard.errors import BatchError, PlanError, lines
 from fshard.model.remat import exact
 from fshard.runtime.engine import leading_dims, read_loss
+from fshard.runtime.engine.batch import along_rows
 from fshard.sharding.plan import Plan
+from fshard.sharding.spec import axes_of
 from fshard.transform.gather import gather_all
 from fshard.transform.loss import LossFn, check_loss
 from fshard.transform.trees import split_trainable, zero_filled
@@ -39,6 +41,7 @@ def per_sample_grad(loss_fn: LossFn, plan: Plan) -> Callable[[Any, Any], dict[st
         less.
 
     Raises:
+        PlanError: ranks share the samples themselves: the plan's ``batch=`` cuts another dim than the first.
         BatchError: tensors of the batch have different numbers of rows, or there are no tensors.
 
     >>> import fshard as fs
@@ -49,6 +52,7 @@ def per_sample_grad(loss_fn: LossFn, plan: Plan) -> Callable[[Any, Any], dict[st
     torch.Size([3, 2, 2])
     """
     check_loss(loss_fn, plan)
+    _check_whole(plan, "per_sample_grad")
 
     @cutting(plan.mesh)
     def each(params: Any, batch: Any) -> dict[str, Any]:
@@ -79,7 +83,7 @@ def clipped_grad(
         the norms of this rank's samples before clipping.
 
     Raises:
-        PlanError: ``clip_norm`` or ``microbatch`` is not positive.
+        PlanError: ``clip_norm`` or ``microbatch`` is not positive, or ranks share the samples themselves.
         BatchError: tensors of the batch have different numbers of rows, or there are no tensors.
 
     >>> import fshard as fs
@@ -90,6 +94,7 @@ def clipped_grad(
     ({'w': tensor([0.6000, 0.6000, 0.6000, 0.6000])}, tensor([2.0000, 0.2000]))
     """
     check_loss(loss_fn, plan)
+    _check_whole(plan, "clipped_grad")
     expect("clipped_grad(loss_fn, plan, clip_norm)", [("clip_norm", clip_norm, (int, float), "a positive number")])
     if not clip_norm > 0 or (microbatch is not None and (not isinstance(microbatch, int) or microbatch < 1)):
         raise PlanError(f"clipped_grad(clip_norm={clip_norm}, microbatch={microbatch}): both must be positive")
@@ -139,6 +144,16 @@ def _each(loss_fn: LossFn, whole: Flat, paths: list[str], batch: Any) -> Flat:
     trained = {path: whole[path] for path in paths}
     grads: Flat = torch.vmap(torch.func.grad(one), (None, 0))(trained, [leaves[i] for i in at])
     return grads
+
+
+def _check_whole(plan: Plan, what: str) -> None:
+    """Refuse samples of which ranks have parts: each would take a part for a sample, and clip it by itself."""
+    spec = plan.batch
+    if not along_rows(spec) or any(plan.mesh.axis_size(axes_of(entry)) > 1 for entry in spec.dims[1:]):
+        raise PlanError(
+            f"fs.func.{what}: samples lie along dim 0, and batch={spec} cuts other dims, so that ranks would take "
+            f"parts of samples for samples: share them along dim 0 alone, batch=P('axis'), with the samples there"
+        )
 
 
 def _has_rows(leaf: Any) -> bool:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import fshard as fs
 from fshard.errors import AxisError, BatchError, CollectiveError, LossError, PlanError, ShardError, TreeError
-from fshard.runtime.steps.handshake import uneven_rows
+from fshard.runtime.steps.rows import Rows, uneven_rows
 
 RULES = [(r".*", fs.fsdp("shard"))]
 
@@ -265,9 +265,17 @@ def test_what_cannot_be_cut_is_named() -> None:
         _step(accumulate=2)(_state(), batch)
     with pytest.raises(BatchError, match=r"batch\['x'\] is a ndarray"):
         _step(accumulate=2)(_state(), {"x": torch.ones(6, 4).numpy()})
-    text = str(uneven_rows([8, 8]))
+
+
+def test_what_is_uneven_is_said() -> None:
+    """Unequal samples on any ranks, and unequal parts of samples on ranks that share them."""
+    rows = Rows((1,), (0, 0, 1, 1))
+    text = str(uneven_rows(rows.uneven([[1, 8, 0, 4], [2, 8, 0, 4], [1, 8, 0, 4], [1, 8, 0, 4]])))
     assert "first tensor has 8 rows on every rank, but others differ" in text
-    assert "rank 1: 9 rows" in str(uneven_rows([8, 9]))
+    assert "rank 1: 9 rows" in str(uneven_rows(rows.uneven([[1, 8, 0, 4], [2, 9, 0, 4]])))
+    assert not rows.uneven([[1, 8, 5, 4], [1, 8, 5, 4], [1, 8, 6, 7], [1, 8, 6, 7]])
+    text = str(uneven_rows(rows.uneven([[1, 8, 5, 4], [1, 8, 6, 3], [1, 8, 7, 9], [1, 8, 7, 9]])))
+    assert "rank 1: 3 along dim 1" in text
 
 
 def test_parameters_of_another_model_are_refused() -> None:

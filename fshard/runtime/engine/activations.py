@@ -8,13 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import flop_registry
 
 from fshard import tree
+from fshard.runtime.engine.flops import formula
 from fshard.schedule.footprint import Need
-
-FLASH = ("_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_flash_attention_for_cpu_backward")
-"""Operators that PyTorch's own table lacks; they take the arguments of those without ``_for_cpu``."""
 
 
 class _Bare:
@@ -147,7 +144,7 @@ class Activations(TorchDispatchMode):
             if isinstance(x, Tensor):
                 self._note(x)
         self._use(args)
-        count = _formula(func)
+        count = formula(func)
         if count is not None:
             flops = int(count(*args, **(kwargs or {}), out_val=out))
             self.flops += flops
@@ -199,11 +196,3 @@ def _written(func: Any, args: Sequence[Any]) -> int:
     schema = getattr(func, "_schema", None)
     given = zip(schema.arguments, args, strict=False) if schema is not None and not schema.returns else ()
     return sum(_bytes(value) for known, value in given if known.alias_info is not None and known.alias_info.is_write)
-
-
-def _formula(func: Any) -> Any:
-    packet = getattr(func, "_overloadpacket", None)
-    name = getattr(packet, "__name__", "")
-    if name in FLASH:
-        packet = getattr(torch.ops.aten, name.replace("_for_cpu", ""))
-    return flop_registry.get(packet)

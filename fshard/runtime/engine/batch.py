@@ -12,6 +12,7 @@ from fshard import tree
 from fshard.arguments import kind
 from fshard.errors import BatchError, lines
 from fshard.model.objects import held, opaque, tensors_in
+from fshard.sharding.spec import P, axes_of
 
 STEERING = (bool, int, str, bytes, type(None))
 """Types of batch leaves that Python control flow may depend on. Floats are left out: they change from step to step."""
@@ -27,6 +28,11 @@ def signature(batch: Any) -> Hashable:
 def leading_dims(batch: Any) -> tuple[int, ...]:
     """The first dim of each tensor of a batch that has dims."""
     return tuple(x.shape[0] for x in tree.leaves(batch) if isinstance(x, Tensor) and x.ndim)
+
+
+def along_rows(spec: P) -> bool:
+    """Whether ranks share the samples of a batch along dim 0, as far as its spec says."""
+    return not spec.axes or bool(axes_of(spec.dims[0]))
 
 
 def shapes(batch: Any) -> list[torch.Size]:
@@ -51,22 +57,35 @@ class Microbatches(NamedTuple):
     parts: Sequence[Any]
 
 
-def microbatches(batch: Any, count: int) -> list[Any]:
+def microbatches(batch: Any, count: int, spec: P = P()) -> list[Any]:  # noqa: B008 - a frozen value
     """A batch cut along the first dim of its tensors; 0-dim tensors and other leaves go to every part.
 
     Where ``count`` does not divide the rows, the first parts have one more: ``check_even`` says for whom that is wrong.
 
+    Args:
+        batch: the batch.
+        count: how many parts.
+        spec: how ranks share the global batch.
+
     Raises:
-        BatchError: fewer rows than parts, leaves of different leading dims, or ``Microbatches`` that do not fit.
+        BatchError: ranks share samples along another dim, fewer rows than parts, leaves of different leading dims, or
+            ``Microbatches`` that do not fit.
     """
     if isinstance(batch, Microbatches):
         return _given(batch.parts, count)
     if count == 1:
         return [batch]
+    if not along_rows(spec):
+        raise BatchError(
+            f"accumulate={count} cuts batches along dim 0, and batch={spec} has ranks share them along others alone: "
+            f"put samples into dim 0 (x.transpose(0, 1)) with batch=P('axis'), or cut them yourself and give "
+            f"fs.Microbatches(parts). Where dim 0 has the samples, and another one is that of a sequence, name a data "
+            f"axis for it, of one rank if need be: batch=P('data', 'sequence')"
+        )
     _check_rows(batch, count)
-    leaves, spec = tree.flatten(batch)
+    leaves, structure = tree.flatten(batch)
     parts = [x.tensor_split(count) if isinstance(x, Tensor) and x.ndim else (x,) * count for x in leaves]
-    return [tree.unflatten(spec, [part[i] for part in parts]) for i in range(count)]
+    return [tree.unflatten(structure, [part[i] for part in parts]) for i in range(count)]
 
 
 def _check_rows(batch: Any, count: int) -> None:
@@ -86,7 +105,7 @@ def _check_rows(batch: Any, count: int) -> None:
     if dims and min(dims) < count:
         raise BatchError(
             f"a batch of {min(dims)} rows a rank cannot be cut into accumulate={count} microbatches: give more, or "
-            f"fs.Microbatches; with an fs.Mean some of them may have no rows"
+            f"fs.Microbatches(parts), some of which may have no rows if the loss is an fs.Mean"
         )
 
 

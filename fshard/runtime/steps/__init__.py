@@ -3,11 +3,11 @@
 from fshard.runtime.steps.consensus import Verdict, scalar, widened
 from fshard.runtime.steps.decide import Decisions
 from fshard.runtime.steps.failures import raise_failure, refuse_compiling, refuse_transforms
-from fshard.runtime.steps.handshake import uneven_rows
 from fshard.runtime.steps.options import Options
 from fshard.runtime.steps.programs import Prepared, Programs, make_programs
 from fshard.runtime.steps.protocol import Runner
 from fshard.runtime.steps.records import Latest, Outcome, Request
+from fshard.runtime.steps.rows import uneven_rows
 from fshard.runtime.steps.spec import PassSpec
 
 __all__ = [

@@ -48,7 +48,7 @@ class Finder:
     def again(self, batch: Any, remat: Remat) -> Found | None:
         """The program for batches like this one with other units computed again, traced anew."""
         programs = self.programs
-        part = microbatches(batch, programs.accumulate)[0]
+        part = microbatches(batch, programs.accumulate, programs.plan.batch)[0]
         return trace(self.fn, programs.plan, part, programs.train, remat)
 
     def flops(self, batch: Any) -> int | None:

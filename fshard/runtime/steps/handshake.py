@@ -1,18 +1,18 @@
 """The first exchange of a step: all ranks are about to run the same, on batches that fit together."""
 
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any
 
-from fshard.errors import BatchError, ScheduleError, lines
+from fshard.errors import ScheduleError, lines
 from fshard.runtime.comm import CALL_SITE_BYTES, Communicator, announce, exchange_bytes, exchange_text
 from fshard.runtime.comm.call_site import call_site
-from fshard.runtime.comm.facts import Facts, compare_numbers, digest
-from fshard.runtime.engine.batch import leading_dims
+from fshard.runtime.comm.facts import Facts, compare_numbers
 from fshard.runtime.steps.consensus import FAILED, OK
 from fshard.runtime.steps.failures import raise_failure
+from fshard.runtime.steps.rows import Rows, uneven_rows
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,8 @@ def agree(
     equal_rows: bool,
     failure: BaseException | None,
     facts: Facts = Facts(),  # noqa: B008 - a frozen value
-) -> list[int]:
+    rows: Rows = Rows(),  # noqa: B008 - likewise
+) -> list[str]:
     """Compare this rank's call, facts, schedule and batch with all others', before anything else is sent.
 
     Args:
@@ -44,12 +45,13 @@ def agree(
         call: what is called, the same on all ranks.
         intent: this rank's schedule.
         batch: this rank's batch.
-        equal_rows: whether leading dims must be equal on all ranks.
+        equal_rows: whether batches must be of equal sizes on all ranks.
         failure: what went wrong on this rank before it could take part.
         facts: what must be equal on all ranks.
+        rows: which sizes of batches must be equal.
 
     Returns:
-        The leading dim of each rank's batch if they are unequal, else nothing.
+        How the sizes of batches are unequal, a line a rank; nothing if they are not.
 
     Raises:
         ReplicationError, ScheduleError, BatchError, PeerError: on every rank alike; or this rank's own failure.
@@ -58,15 +60,15 @@ def agree(
         if failure is not None:
             raise failure
         return []
-    dims = () if failure else leading_dims(batch)
-    mine = [FAILED if failure else OK, intent.number, digest(dims), dims[0] if dims else -1, facts.number]
-    status, schedules, shapes, firsts, numbers = zip(*announce(comm, call, mine), strict=True)
+    mine = [FAILED if failure else OK, intent.number, facts.number, *rows.numbers(None if failure else batch)]
+    told = announce(comm, call, mine)
+    status, schedules, numbers = zip(*[row[:3] for row in told], strict=True)
     if any(status):
         raise_failure(comm, failure, status)
     compare_numbers(comm, numbers, facts)
     if len(set(schedules)) > 1:
         raise different_schedules(comm, intent)
-    uneven = list(firsts) if len(set(shapes)) > 1 else []
+    uneven = rows.uneven([row[3:] for row in told])
     if equal_rows and uneven:
         raise uneven_rows(uneven)
     return uneven
@@ -88,19 +90,5 @@ def different_schedules(comm: Communicator, intent: Intent) -> ScheduleError:
             kinds,
             "The program must be the same on all ranks; Python values in the batch that decide which units run, or "
             "which collectives, must be equal, and so must accumulate= and schedule=.",
-        )
-    )
-
-
-def uneven_rows(dims: Sequence[int]) -> BatchError:
-    """The error of a mean loss over batches of different sizes."""
-    rows = [f"rank {rank}: {dim if dim >= 0 else 'no'} rows" for rank, dim in enumerate(dims)]
-    if len(set(dims)) == 1:
-        rows = [f"the batch's first tensor has {dims[0]} rows on every rank, but others differ"]
-    return BatchError(
-        lines(
-            "the leading dims of the batch differ between ranks, and a plain mean over them would be wrong:",
-            rows,
-            "Give every rank as many rows, or return fs.Mean(losses.sum(), count) from the loss function.",
         )
     )

@@ -39,10 +39,11 @@ from fshard.runtime.steps.ends import End, attempted, decline, drained, foretold
 from fshard.runtime.steps.failures import left_in_backward, raise_failure, report, request, starved, together
 from fshard.runtime.steps.finder import Finder, Fn
 from fshard.runtime.steps.float16 import divisor_of
-from fshard.runtime.steps.handshake import Intent, agree, uneven_rows
+from fshard.runtime.steps.handshake import Intent, agree
 from fshard.runtime.steps.passes import Passes
 from fshard.runtime.steps.programs import Prepared, Programs
 from fshard.runtime.steps.records import Agreed, Latest, Measured, Outcome, Ran, Ready, Request
+from fshard.runtime.steps.rows import rows_of, uneven_rows
 from fshard.runtime.steps.trials import Trial
 from fshard.schedule.auto import Auto
 
@@ -61,6 +62,7 @@ class Runner:
     Attributes:
         finder: finds the program of a batch.
         latest: the latest run.
+        rows: which sizes of batches must be equal on all ranks.
         parts: microbatches of the global batch, over ranks and accumulation.
         divisor: what gradients are divided by before they are summed.
     """
@@ -69,6 +71,7 @@ class Runner:
         self.programs, self.plan, self.call = programs, programs.plan, call
         self.finder = Finder(fn, programs)
         self.latest = Latest()
+        self.rows = rows_of(self.plan.batch, self.plan.mesh)
         self.parts = self.plan.data_size * programs.accumulate
         self.in_backward = programs.train and programs.policy.update == "in_backward"
         self.divisor = divisor_of(self.plan, self.parts, self.in_backward)
@@ -132,7 +135,7 @@ class Runner:
             check_device(batch, self.plan.mesh.device)
             if programs.train:
                 check_detached(batch)
-            parts = microbatches(batch, programs.accumulate)
+            parts = microbatches(batch, programs.accumulate, self.plan.batch)
             found = self.finder.look(batch)
             if programs.train and found is not None and not found.weighted:
                 check_even(batch, programs.accumulate)
@@ -222,7 +225,7 @@ class Runner:
         begin(self.plan.mesh, ready.executor)
         with together(comms):
             uneven = ready.executor.handshake(
-                lambda: agree(comms.control, self.call, intent, given.batch, equal_rows, None, ready.facts)
+                lambda: agree(comms.control, self.call, intent, given.batch, equal_rows, None, ready.facts, self.rows)
             )
             comms.open()
             for axes in prepared.axes:

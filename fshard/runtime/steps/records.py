@@ -69,10 +69,10 @@ class Ready:
 
 @dataclass(frozen=True)
 class Agreed:
-    """What all ranks are about to run. ``uneven`` holds the leading dim of each rank's batch, if they differ."""
+    """What all ranks are about to run. ``uneven`` says how the sizes of batches differ."""
 
     ready: Ready
-    uneven: list[int]
+    uneven: list[str]
 
 
 class Measured(NamedTuple):
@@ -106,14 +106,14 @@ class Outcome:
         verdict: what all ranks learned.
         measured: what this rank's program came to.
         end: how it ended.
-        uneven: the leading dim of each rank's batch, if they differ.
+        uneven: how the sizes of batches differ between ranks, if they do.
         divided: what gradients were divided by.
     """
 
     verdict: Verdict
     measured: Measured
     end: End
-    uneven: Sequence[int]
+    uneven: Sequence[str]
     divided: float
 
 
