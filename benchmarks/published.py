@@ -28,7 +28,8 @@ from published_runs import GPUS, LENGTH, MOSAIC_RUNS, MPT, SIZES, TITAN_RUNS, Ru
 
 import fshard as fs
 from fshard.cli.plan import seldom_collected
-from fshard.foresight.foresee import Hardware, on_plan, sizes, state_bytes, task_of
+from fshard.foresight.foresee import on_plan, sizes, state_bytes, task_of
+from fshard.foresight.hardware import Hardware
 from fshard.foresight.huggingface import hugging_face
 from fshard.foresight.jobs import Job
 from fshard.model.meta import empty_weights

@@ -5,7 +5,7 @@
 """
 
 from fshard.foresight.calibrate import calibrate
-from fshard.foresight.foresee import Hardware, hardware
+from fshard.foresight.hardware import Hardware, hardware
 from fshard.foresight.options import Option, Search
 from fshard.foresight.search import search
 from fshard.runtime.steps.rates import measured_peak

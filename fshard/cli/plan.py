@@ -16,7 +16,9 @@ from typing import Any
 from fshard.arguments import size_text
 from fshard.errors import PlanError
 from fshard.foresight.blame import named
-from fshard.foresight.foresee import Foresight, Hardware, Progress, foresee, hardware
+from fshard.foresight.feeding import LONGEST
+from fshard.foresight.foresee import Foresight, Progress, foresee
+from fshard.foresight.hardware import Hardware, hardware
 from fshard.foresight.huggingface import hugging_face
 from fshard.foresight.jobs import Job, read_job, takes_mesh
 from fshard.foresight.options import SHOWN, Option, Search
@@ -38,6 +40,9 @@ WRITE = "write a FILE.py:make that gives its batch, or its loss"
 MOST_RANKS = 1 << 20
 """Ranks that a mesh may have: what each of them holds is counted."""
 
+HF_ONLY = ("rows", "length", "accumulate", "remat")
+"""Options of models that are made from a config."""
+
 SELDOM = 100_000
 """New objects from one search for cycles to the next, in place of some hundreds."""
 
@@ -57,11 +62,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--products", type=float, default=0.7, help="share of its peak that matrix products reach")
     parser.add_argument("--share", type=float, default=0.85, help="share of its rate that a link gives to collectives")
     parser.add_argument("--communicator", help="bytes of a device that NCCL takes for each communicator, as 200Mi")
-    parser.add_argument("--rows", type=int, default=1, help="with --hf: rows of a rank's microbatch")
-    parser.add_argument("--length", type=int, help="with --hf: tokens of a row")
-    parser.add_argument("--precision", choices=("bf16", "fp32"), default="bf16", help="with --hf: dtype of compute")
-    parser.add_argument("--accumulate", type=int, default=1, help="with --hf: microbatches of a step")
-    parser.add_argument("--remat", choices=("none", "all"), default="none", help="with --hf: compute units again")
+    parser.add_argument("--rows", type=int, help="with --hf: rows of a rank's microbatch (default: 1)")
+    parser.add_argument(
+        "--length", type=int, help=f"with --hf: tokens of a row (default: its positions, at most {LONGEST})"
+    )
+    words = "dtype of products; by default bf16 with --hf, and that of the plan's compute with FILE.py"
+    parser.add_argument("--precision", choices=("bf16", "fp32"), help=words)
+    parser.add_argument("--accumulate", type=int, help="with --hf: microbatches of a step (default: 1)")
+    parser.add_argument("--remat", choices=("none", "all"), help="with --hf: compute units again (default: none)")
     parser.add_argument("--search", action="store_true", help="try all shapes of as many ranks as --mesh has")
     words = f"with --search: formats to try too, as int8, or replica=int4 for one axis: {', '.join(NAMES)}"
     parser.add_argument("--wires", nargs="+", metavar="FORMAT", default=[], help=words)
@@ -69,10 +77,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--html", metavar="FILE", help="write a page with pictures, which needs no other file")
 
 
-def run(args: argparse.Namespace) -> int:
-    """Foresee, print, and say what would have to change."""
+def _check_model(args: argparse.Namespace) -> None:
+    """Refuse two models or none, and options that the given one would not hear of."""
     if (args.job is None) == (args.hf is None):
         raise PlanError("give either FILE.py:FUNCTION or --hf CONFIG")
+    given = [f"--{name}" for name in HF_ONLY if getattr(args, name) is not None]
+    if args.job and given:
+        raise PlanError(
+            f"{', '.join(given)}: for --hf alone; {args.job} says these itself, in the dict that it returns"
+        )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Foresee, print, and say what would have to change."""
+    _check_model(args)
     mesh, machines, wires = read_mesh(args.mesh), read_hardware(args), read_wires(args.wires, args.search)
     if args.html:
         target(args.html)  # an error now, and not when all is computed
@@ -136,7 +154,8 @@ def _on_best(args: argparse.Namespace, job: Any, best: Option) -> Any:
 
 def _hf(args: argparse.Namespace) -> Job:
     remat = None if args.remat == "none" else args.remat
-    return hugging_face(args.hf, args.rows, args.length, args.precision, remat, args.accumulate)
+    rows, accumulate = [1 if given is None else given for given in (args.rows, args.accumulate)]
+    return hugging_face(args.hf, rows, args.length, args.precision or "bf16", remat, accumulate)
 
 
 def read_mesh(text: str) -> Mesh:
@@ -203,7 +222,7 @@ def read_hardware(args: argparse.Namespace) -> Hardware:
     memory = bytes_of(args.memory) if args.memory else None
     costs = read_costs(args.costs) if args.costs else None
     room = bytes_of(args.communicator) if args.communicator else COMMUNICATOR
-    short = args.hf is None or args.precision == "bf16"
+    short = None if args.precision is None and args.job else args.precision != "fp32"
     links = args.link, args.inside, args.per_host
     found = hardware(args.device, *links, memory, args.products, args.share, short, costs, room)
     return replace(found, costs_of=f"the costs of {args.costs}") if costs else found

@@ -9,147 +9,27 @@ from typing import Any
 from torch import Tensor
 
 from fshard import tree
-from fshard.arguments import size_text
-from fshard.errors import PlanError, lines
-from fshard.foresight.packing import packing_seconds
+from fshard.errors import PlanError
+from fshard.foresight.hardware import Hardware
 from fshard.optim.contract import Contract, contract
 from fshard.runtime.execution.update_memory import state_needs, update_needs
 from fshard.runtime.memory.optimizer_layout import beside_bytes, shard_bytes
 from fshard.schedule.auto import Candidate, tried
 from fshard.schedule.build import build
 from fshard.schedule.candidates import Task, candidates
-from fshard.schedule.costs import Costs
 from fshard.schedule.footprint import Footprint, Need
 from fshard.schedule.infos import between, communicators, fast_axes, group_infos
-from fshard.schedule.machines import COMMUNICATOR, Cluster, Speed, foreseen_costs, named_device, named_link, speed
-from fshard.schedule.ops import ROOT
 from fshard.schedule.policy import Policy
 from fshard.schedule.schedule import Schedule
 from fshard.schedule.simulate import Simulation, simulate
 from fshard.schedule.trace import Trace
-from fshard.schedule.transfers import HOST, moves
+from fshard.schedule.transfers import HOST
 from fshard.sharding.mesh import Axes, abstract_mesh
 from fshard.sharding.plan import Plan
 from fshard.training.step import TrainStep
 
 Progress = Callable[[str, float], object]
 """Told what is under way, and how much of it is done, from 0 to 1."""
-
-
-@dataclass(frozen=True)
-class Hardware:
-    """What a step would run on.
-
-    Attributes:
-        speed: of one device.
-        cluster: the links.
-        memory: bytes of a device; None for no limit.
-        words: the names of these.
-        costs: measured costs of the units, where there are some.
-        communicator: bytes of a device that a communicator takes.
-        costs_of: what the costs are called in errors: their file.
-
-    >>> import fshard as fs
-    >>> fs.sim.hardware("h100", link="ib400", inside="nvlink4").words.split(";")[0]
-    'h100 at 70% of its peak in products'
-    """
-
-    speed: Speed
-    cluster: Cluster
-    memory: int | None = None
-    words: str = ""
-    costs: Costs | None = None
-    communicator: int = 0
-    costs_of: str = "the costs"
-
-    def of(self, task: Task, plan: Plan) -> Costs:
-        """What ops cost on it, what packs and unpacks formats and what updates parameters included.
-
-        Raises:
-            PlanError: the costs are those of another program.
-        """
-        links, packing = self.cluster.links(plan.mesh), packing_seconds(plan, task.stages, self.speed)
-        if self.costs is None:
-            units = foreseen_costs(task.stages, task.needs, self.speed, links)
-            updated = {plan.groups[number].name for number in task.stages.updates if number < len(plan.groups)}
-            for name in updated & task.updates.keys():
-                packing["update", name] = packing.get(("update", name), 0.0) + self.speed.seconds(task.updates[name])
-            return replace(units, seconds={**units.seconds, **packing})
-        check_costs(self.costs, task, self.costs_of)
-        moved = {op: seconds for op, seconds in packing.items() if moves(op[0])}  # its updates were measured
-        return self.costs.over(Costs(moved, links=links, processors=self.costs.processors))
-
-    def held(self, plan: Plan, tried: Candidate, task: Task) -> int:
-        """Bytes that a policy holds beside the state, communicators included."""
-        return tried.memory.peak_bytes + self.joined(plan, tried.policy.secondary, task)
-
-    def joined(self, plan: Plan, secondary: Axes, task: Task) -> int:
-        """Bytes of communicators, with secondary shards over these axes."""
-        return self.communicator * (len(communicators(plan, secondary, task.axes)) + len(between(task.groups)))
-
-
-def check_costs(costs: Costs, task: Task, name: str) -> None:
-    """Refuse costs of other units than a program has, and such as lack some: these would take no time.
-
-    Raises:
-        PlanError: they are.
-    """
-    passes = ("forward", "backward")
-    calls = {(op.kind, op.target) for op in task.stages.computes if op.kind in passes}
-    known = {op for op in costs.seconds if op[0] in passes}
-    for_all = {kind for kind, target in known if not target}
-    problems = [f"{kind} {unit}: the program has no such op" for kind, unit in sorted(known - calls) if unit]
-    lacking = sorted((kind, unit) for kind, unit in calls - known if kind not in for_all)
-    problems += [f"{kind} {unit}: not in the costs" for kind, unit in lacking if unit != ROOT or not known]
-    if problems:
-        head = f"{name} are not those of this program: {len(problems)} of its ops or theirs have no counterpart"
-        remedy = "Calibrate a step of this model, step.calibrate(batch).save(FILE), or foresee without measured costs."
-        raise PlanError(lines(head, problems, remedy))
-
-
-def hardware(
-    device: str,
-    link: str = "ib400",
-    inside: str | None = None,
-    per_host: int = 8,
-    memory: int | None = None,
-    products: float = 0.7,
-    share: float = 0.85,
-    short: bool = True,
-    costs: Costs | None = None,
-    communicator: int = COMMUNICATOR,
-) -> Hardware:
-    """What a step would run on, by names.
-
-    Args:
-        device: one of ``fs.sim.DEVICES``.
-        link: between hosts: one of ``fs.sim.LINKS``, or ``"BYTES/S,LATENCY"``.
-        inside: between ranks of one host; by default ``link``.
-        per_host: ranks on a host.
-        memory: bytes of a device; by default what that device has.
-        products: the share of its peak that matrix products reach.
-        share: the share of its rate that a link gives to collectives.
-        short: whether compute is in bfloat16 or float16.
-        costs: measured costs of the units.
-        communicator: bytes of a device that each communicator takes. The default is what NCCL took on four A100
-            (NVIDIA/nccl, issue 964); yours may take less.
-
-    Raises:
-        PlanError: an unknown name, or a share that is none.
-
-    >>> hardware("h100", inside="nvlink4").memory
-    80000000000
-    """
-    found = named_device(device)
-    if not 0 < products <= 1:
-        raise PlanError(f"products={products} is no share of a peak: give a number up to 1")
-    cluster = Cluster(named_link(link), named_link(inside) if inside else None, per_host, share)
-    words = (
-        f"{device} at {products:.0%} of its peak in products; {link} between hosts, {inside or link} inside, "
-        f"{per_host} ranks a host, {share:.0%} of the rates of links, {size_text(communicator)} a communicator"
-    )
-    limit = found.memory if memory is None else memory
-    return Hardware(speed(found, short, products), cluster, limit, words, costs, communicator)
 
 
 @dataclass(frozen=True)
@@ -234,7 +114,7 @@ class Foresight:
     def mfu(self) -> float:
         """Operations of the model to those that the device could do in the time of a step."""
         seconds = self.simulation.seconds
-        return self.flops / (seconds * self.hardware.speed.peak) if seconds else math.nan
+        return self.flops / (seconds * self.hardware.speed_for(self.plan).peak) if seconds else math.nan
 
     @property
     def tokens_per_s(self) -> float:

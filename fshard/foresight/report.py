@@ -44,7 +44,7 @@ def _summary(seen: Foresight) -> Section:
     rows = [
         *[("model", words) for words in [seen.words] if words],
         ("mesh", f"{shape}, {mesh.size:,} ranks"),
-        ("hardware", seen.hardware.words),
+        ("hardware", seen.hardware.words_for(seen.plan)),
         ("parameters", f"{sum(row.parameters for row in seen.groups):,} in {len(seen.groups)} groups"),
         *[("wire formats", words) for words in [_formats(seen)] if words],
         ("policy", str(seen.chosen.policy)),
@@ -134,7 +134,7 @@ def as_json(seen: Foresight, found: Sequence[Remedy], searched: Search | None = 
     return {
         "model": seen.words or None,
         "mesh": dict(zip(mesh.axis_names, mesh.sizes, strict=True)),
-        "hardware": seen.hardware.words,
+        "hardware": seen.hardware.words_for(seen.plan),
         "memory_limit": seen.hardware.memory,
         "fits": seen.fits,
         "peak_bytes": seen.peak_bytes,

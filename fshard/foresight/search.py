@@ -13,7 +13,8 @@ from typing import Any
 
 from fshard.arguments import Want, described, expect
 from fshard.errors import PlanError, lines
-from fshard.foresight.foresee import Hardware, Progress, on_plan, sizes, state_bytes, task_of
+from fshard.foresight.foresee import Progress, on_plan, sizes, state_bytes, task_of
+from fshard.foresight.hardware import Hardware
 from fshard.foresight.jobs import Job, job_of
 from fshard.foresight.options import EXACT, Option, Search, shape_of, words_of
 from fshard.schedule.auto import Candidate, timed, weighed
@@ -226,7 +227,7 @@ def _best(remat: Any, step: TrainStep, batch: Any, task: Task, hardware: Hardwar
     chosen = _fastest(task, _timed(task, costs, builds), held, limit)
     rows = sizes(batch)[0] * plan.data_size
     seconds = chosen.seconds or math.nan
-    mfu = task.flops * task.accumulate / (seconds * hardware.speed.peak)
+    mfu = task.flops * task.accumulate / (seconds * hardware.speed_for(plan).peak)
     times = chosen.seconds, chosen.exposed, rows / seconds
     return Option(plan.mesh, remat, wire, chosen.policy, state + held(chosen), *times, mfu, held(chosen) <= limit)
 

@@ -230,6 +230,9 @@ class Fleet(Clock):
         strange = [rank for rank in noise.slow if not 0 <= rank < mesh.size]
         if strange:
             raise refusals.bad_costs([f"slow[{rank}]: the mesh has ranks 0 to {mesh.size - 1}" for rank in strange])
+        used = {name for group in schedule.groups for move in group.transfers for name in move.axes.split("+") if name}
+        if lacking := sorted(used - {*mesh.axis_names}):
+            raise refusals.other_mesh(lacking, mesh.axis_names)
         self.mesh, self.noise, self.rank = mesh, noise, 0
         self.generator = torch.Generator().manual_seed(noise.seed)
         self.ranks = self._spread(noise.ranks)

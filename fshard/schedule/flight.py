@@ -1,13 +1,14 @@
 """Records of ranks: which op each rank came to, and when; who waits for whom.
 
 A rank's file has a header, which is a line of JSON, and a ring of records: seconds, the number of the run, the number
-of the op, and the number of the schedule, whose text lies in a file beside it. What is damaged or missing is left out.
+of the op, and the number of the schedule, whose text lies in a file beside it. What is damaged or missing is told of.
 """
 
 import json
 import math
+import re
 import struct
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -21,6 +22,9 @@ RECORD = struct.Struct("<dIiQ")
 HEADER, SLOTS = 4096, 8192
 NEAR = 1.0
 """Seconds in which ranks that wait for the same ones give up."""
+
+NAME = re.compile(r"rank(\d+)\.flight")
+"""The names of ranks' files."""
 
 TRACE = "fshard trace"
 """The command that reads records."""
@@ -79,6 +83,7 @@ class Record:
         reason: why it was written: what the rank raised, or where it had been for long; empty if nobody said.
         written: when, in seconds since the epoch; 0 for a ring that is written as the rank goes on.
         lost: whether it was written because the rank gave up waiting for others.
+        damage: what is wrong with its files; empty if nothing is. What could be read is there.
     """
 
     rank: int
@@ -88,6 +93,7 @@ class Record:
     reason: str = ""
     written: float = 0.0
     lost: bool = False
+    damage: str = ""
 
     @property
     def place(self) -> tuple[int, float]:
@@ -129,7 +135,10 @@ def read_records(folder: Path) -> list[Record]:
 
 
 def _record(path: Path) -> Iterator[Record]:
-    """The record of a file; none if the file is no such record."""
+    """The record of a file, without entries if it cannot be read; none if the file is not of a rank."""
+    name = NAME.fullmatch(path.name)
+    if name is None or not path.is_file():
+        return
     content = path.read_bytes()
     try:
         head = json.loads(content[:HEADER])
@@ -137,8 +146,12 @@ def _record(path: Path) -> Iterator[Record]:
         reason, written = str(head.get("reason", "")), float(head.get("written", 0.0))
         lost = bool(head.get("lost"))
     except (ValueError, KeyError, TypeError):
+        damaged = f"{path.name}, {len(content)} bytes, cannot be read: it is damaged, or being made"
+        yield Record(int(name[1]), 0, (), {}, damage=damaged)
         return
-    body = content[HEADER : len(content) - (len(content) - HEADER) % RECORD.size]
+    beyond = max(len(content) - HEADER, 0) % RECORD.size
+    damage = [f"{path.name} is cut off within its last entry"] if beyond or len(content) < HEADER else []
+    body = content[HEADER : len(content) - beyond]
     rows = [row for row in RECORD.iter_unpack(body) if row[0] > 0]
     entries = [Entry(seconds + clock, run, op, number) for seconds, run, op, number in sorted(rows)]
     schedules = {}
@@ -146,22 +159,29 @@ def _record(path: Path) -> Iterator[Record]:
         text = path.parent / schedule_name(rank, number)
         try:
             schedules[number] = parse(text.read_text())
-        except (OSError, ShardError):
-            continue
-    yield Record(rank, ranks, entries, schedules, reason, written and written + clock, lost)
+        except (OSError, ShardError, ValueError):
+            damage.append(f"{text.name} cannot be read: its ops are told by number")
+    yield Record(rank, ranks, entries, schedules, reason, written and written + clock, lost, "; ".join(damage))
 
 
 def verdict(records: Sequence[Record]) -> str:
     """Who waits for whom, in words of the schedule: when the first rank gave up, if one did; else now."""
     first, there = first_lost(records), [record for record in records if record.entries]
     known = {record.rank: until(record, first) for record in there}
+    lines = [f"{ranks_text([record.rank])}: {record.damage}" for record in records if record.damage]
     if not known:
-        return "no rank has come to an op"
-    absent = [rank for rank in range(records[0].ranks) if rank not in known]
-    lines = [f"{ranks_text(absent)} left no record here"] if absent else []
+        return "\n".join([*lines, "no rank has come to an op"])
+    unread = [record.rank for record in records if record.damage and not record.entries]
+    missing = _missing(records, {*known, *unread})
+    lines += [f"{ranks_text(missing)} left no record here"] if missing else []
     gave_up = [rank for rank, record in known.items() if record.lost and record.written <= first + NEAR]
-    lines += [line for line in [_awaited(known, absent, gave_up)] if line]
+    lines += filter(None, [_awaited(known, missing, gave_up, unread)])
     return "\n".join([*lines, *_rows(there, known, first)])
+
+
+def _missing(records: Sequence[Record], found: Collection[int]) -> list[int]:
+    """The ranks that have left nothing."""
+    return [rank for rank in range(max(record.ranks for record in records)) if rank not in found]
 
 
 def _rows(records: Sequence[Record], known: Mapping[int, Record], first: float) -> Iterator[str]:
@@ -191,17 +211,23 @@ def until(record: Record, seconds: float) -> Record:
     return replace(record, entries=[entry for entry in record.entries if entry.time <= seconds] or record.entries[:1])
 
 
-def _awaited(known: Mapping[int, Record], absent: Sequence[int], gave_up: Sequence[int]) -> str:
+def _awaited(known: Mapping[int, Record], absent: Sequence[int], gave_up: Sequence[int], unread: Sequence[int]) -> str:
     """Which ranks wait for which others. Those that gave up waited, between steps too, as in a checkpoint."""
     waiting = [rank for rank, record in known.items() if record.waits(record.entries[-1]) or rank in gave_up]
     late = [*absent, *_behind(known, waiting)]
     others = [rank for rank in waiting if rank not in late]
     if late and others:
-        return f"{ranks_text(others)} {'wait' if len(others) > 1 else 'waits'} for {ranks_text(late)}"
+        return f"{_waiting(others)} for {ranks_text(late)}"
+    if unread and waiting:
+        return f"whether {_waiting(waiting)} for {ranks_text(unread)} is not known"
     told = any(record.reason for record in known.values())
     if len(waiting) == len(known):
         return "all ranks wait at the same op" + ("" if told else ": what they wait for is on its way")
     return "" if late or told else f"nobody waits: all ranks have ended run {next(iter(known.values())).place[0]}"
+
+
+def _waiting(ranks: Sequence[int]) -> str:
+    return f"{ranks_text(ranks)} {'wait' if len(ranks) > 1 else 'waits'}"
 
 
 def _behind(known: Mapping[int, Record], waiting: Sequence[int]) -> list[int]:

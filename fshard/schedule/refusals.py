@@ -15,6 +15,14 @@ def bad_costs(problems: Iterable[str]) -> PlanError:
     return PlanError(lines("invalid costs:", problems, "Give seconds, and bytes a second, of the ops that are there."))
 
 
+def other_mesh(lacking: Sequence[str], names: Sequence[str]) -> PlanError:
+    """A mesh without the axes of a schedule."""
+    return PlanError(
+        f"the schedule has transfers over {', '.join(lacking)}, and the axes of the mesh are {', '.join(names)}: give "
+        f"the mesh of its plan, or one of other sizes with its axes"
+    )
+
+
 def memory_too_small(budget: int, least: str, policy: str, items: Sequence[str]) -> PlanError:
     """A limit on memory that every schedule exceeds."""
     most = " Most of it is:" if items else ""

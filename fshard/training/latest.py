@@ -5,9 +5,13 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol
 
+from torch import Tensor
+
+from fshard import tree
 from fshard.collectives.scope import bind
 from fshard.errors import PlanError
 from fshard.runtime.engine import Remat
+from fshard.runtime.engine.batch import check_even
 from fshard.runtime.execution import Found
 from fshard.runtime.steps import Latest, Prepared, Runner
 from fshard.schedule.ops import Op
@@ -79,15 +83,23 @@ class OneFunction(LatestRun):
 
         Raises:
             PlanError: the function depends on values of tensors, so that only a real run finds its program.
+            BatchError: a run would refuse the batch: its rows cannot be cut into equal microbatches.
         """
         runner = self._runner
         with bind(runner.plan.mesh, runner.plan.data_axes):
             found = runner.finder.look(batch)
+        if found is None and (meta := [name for name, x in _tensors(batch) if x.is_meta]):
+            raise PlanError(
+                f"{', '.join(meta)}: on meta, and the program looks at values of the batch: give tensors on the "
+                f"device of the mesh, such as torch.zeros(...)"
+            )
         if found is None:
             raise PlanError(
                 "the program depends on values of the batch's tensors, which a trace does not have: run it once; it "
                 "gathers on demand and finds the schedule for the next"
             )
+        if runner.programs.train and not found.weighted:
+            check_even(batch, runner.programs.accumulate)
         return runner.programs.trace(found, functools.partial(self._retraced, batch))
 
     def _retraced(self, batch: Any, remat: Remat) -> Found | None:
@@ -114,3 +126,10 @@ class OneFunction(LatestRun):
         """What the units met so far run as: a graph, and which other units share it; or themselves, and why."""
         cache = self._runner.programs.cache
         return "every unit runs as it is: compile=None" if cache is None else cache.text()
+
+
+def _tensors(batch: Any) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of a batch, with expressions for them."""
+    for name, leaf in zip(tree.names(batch, "batch"), tree.leaves(batch), strict=True):
+        if isinstance(leaf, Tensor):
+            yield name, leaf

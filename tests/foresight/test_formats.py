@@ -14,7 +14,8 @@ import fshard as fs
 from fshard import P
 from fshard.cli.main import main
 from fshard.errors import PlanError
-from fshard.foresight.foresee import foresee, hardware, task_of
+from fshard.foresight.foresee import foresee, task_of
+from fshard.foresight.hardware import hardware
 from fshard.foresight.packing import packing_seconds
 from fshard.runtime.comm.packing import packed, unpack
 from fshard.runtime.engine.activations import Activations

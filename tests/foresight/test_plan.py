@@ -287,4 +287,4 @@ def test_operations_are_those_of_the_model(options: dict[str, Any]) -> None:
     square, head = 2 * 4 * 8 * 8, 2 * 4 * 8 * 64
     assert seen.flops == 2 * square + 3 * head  # nobody needs the gradient of the batch
     found = fs.sim.search(job, [step.plan.mesh], fs.sim.hardware("h100"), remats=[options.get("remat")])
-    assert found.best.mfu == seen.flops / (found.best.seconds * seen.hardware.speed.peak)
+    assert found.best.mfu == seen.flops / (found.best.seconds * seen.hardware.speed_for(seen.plan).peak)

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 import fshard as fs
-from fshard.foresight.foresee import Hardware, foresee, task_of
+from fshard.foresight.foresee import foresee, task_of
+from fshard.foresight.hardware import Hardware
 from fshard.runtime.engine.activations import Activations
 from fshard.schedule.candidates import Task
 

@@ -7,7 +7,8 @@ import pytest
 import torch
 
 import fshard as fs
-from fshard.foresight.foresee import foresee, hardware, state_bytes
+from fshard.foresight.foresee import foresee, state_bytes
+from fshard.foresight.hardware import hardware
 from fshard.schedule import Costs, parse, simulate
 from tests.outer_steps.cases import CASES, Case, start, step_of, steps_of
 

@@ -1,0 +1,153 @@
+"""What a step would run on: devices and links by names, and measured costs where there are some."""
+
+from dataclasses import dataclass, replace
+
+from fshard.arguments import size_text
+from fshard.errors import PlanError, lines
+from fshard.foresight.packing import packing_seconds
+from fshard.schedule.auto import Candidate
+from fshard.schedule.candidates import Task
+from fshard.schedule.costs import Costs
+from fshard.schedule.infos import between, communicators
+from fshard.schedule.machines import COMMUNICATOR, Cluster, Speed, foreseen_costs, named_device, named_link, speed
+from fshard.schedule.ops import ROOT
+from fshard.schedule.transfers import moves
+from fshard.sharding.mesh import Axes
+from fshard.sharding.plan import Plan
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """What a step would run on.
+
+    Attributes:
+        speed: of one device, whose products are in bfloat16 or float16.
+        cluster: the links.
+        memory: bytes of a device; None for no limit.
+        words: the names of these.
+        costs: measured costs of the units, where there are some.
+        communicator: bytes of a device that a communicator takes.
+        costs_of: what the costs are called in errors: their file.
+        whole: the speed of products in float32, where the dtype in which a plan computes says which; None where the
+            first holds for all.
+
+    >>> import fshard as fs
+    >>> fs.sim.hardware("h100", link="ib400", inside="nvlink4").words.split(";")[0]
+    'h100 at 70% of its peak in products'
+    """
+
+    speed: Speed
+    cluster: Cluster
+    memory: int | None = None
+    words: str = ""
+    costs: Costs | None = None
+    communicator: int = 0
+    costs_of: str = "the costs"
+    whole: Speed | None = None
+
+    def speed_for(self, plan: Plan) -> Speed:
+        """The speed of a device with a plan: by the dtype in which most of the parameters compute."""
+        sizes: dict[bool, int] = {}
+        for group in plan.groups:
+            short = group.compute_dtype.itemsize <= 2
+            sizes[short] = sizes.get(short, 0) + group.numel
+        return self.whole if self.whole is not None and sizes.get(False, 0) > sizes.get(True, 0) else self.speed
+
+    def words_for(self, plan: Plan) -> str:
+        """The names of these, and the dtype of products with a plan."""
+        if self.whole is None:
+            return self.words
+        return f"{self.words}; products in {'float32' if self.speed_for(plan) is self.whole else 'bfloat16'}"
+
+    def of(self, task: Task, plan: Plan) -> Costs:
+        """What ops cost on it, what packs and unpacks formats and what updates parameters included.
+
+        Raises:
+            PlanError: the costs are those of another program.
+        """
+        speed = self.speed_for(plan)
+        links, packing = self.cluster.links(plan.mesh), packing_seconds(plan, task.stages, speed)
+        if self.costs is None:
+            units = foreseen_costs(task.stages, task.needs, speed, links)
+            updated = {plan.groups[number].name for number in task.stages.updates if number < len(plan.groups)}
+            for name in updated & task.updates.keys():
+                packing["update", name] = packing.get(("update", name), 0.0) + speed.seconds(task.updates[name])
+            return replace(units, seconds={**units.seconds, **packing})
+        check_costs(self.costs, task, self.costs_of)
+        moved = {op: seconds for op, seconds in packing.items() if moves(op[0])}  # its updates were measured
+        return self.costs.over(Costs(moved, links=links, processors=self.costs.processors))
+
+    def held(self, plan: Plan, tried: Candidate, task: Task) -> int:
+        """Bytes that a policy holds beside the state, communicators included."""
+        return tried.memory.peak_bytes + self.joined(plan, tried.policy.secondary, task)
+
+    def joined(self, plan: Plan, secondary: Axes, task: Task) -> int:
+        """Bytes of communicators, with secondary shards over these axes."""
+        return self.communicator * (len(communicators(plan, secondary, task.axes)) + len(between(task.groups)))
+
+
+def check_costs(costs: Costs, task: Task, name: str) -> None:
+    """Refuse costs of other units than a program has, and such as lack some: these would take no time.
+
+    Raises:
+        PlanError: they are.
+    """
+    passes = ("forward", "backward")
+    calls = {(op.kind, op.target) for op in task.stages.computes if op.kind in passes}
+    known = {op for op in costs.seconds if op[0] in passes}
+    for_all = {kind for kind, target in known if not target}
+    problems = [f"{kind} {unit}: the program has no such op" for kind, unit in sorted(known - calls) if unit]
+    lacking = sorted((kind, unit) for kind, unit in calls - known if kind not in for_all)
+    problems += [f"{kind} {unit}: not in the costs" for kind, unit in lacking if unit != ROOT or not known]
+    if problems:
+        head = f"{name} are not those of this program: {len(problems)} of its ops or theirs have no counterpart"
+        remedy = "Calibrate a step of this model, step.calibrate(batch).save(FILE), or foresee without measured costs."
+        raise PlanError(lines(head, problems, remedy))
+
+
+def hardware(
+    device: str,
+    link: str = "ib400",
+    inside: str | None = None,
+    per_host: int = 8,
+    memory: int | None = None,
+    products: float = 0.7,
+    share: float = 0.85,
+    short: bool | None = None,
+    costs: Costs | None = None,
+    communicator: int = COMMUNICATOR,
+) -> Hardware:
+    """What a step would run on, by names.
+
+    Args:
+        device: one of ``fs.sim.DEVICES``.
+        link: between hosts: one of ``fs.sim.LINKS``, or ``"BYTES/S,LATENCY"``.
+        inside: between ranks of one host; by default ``link``.
+        per_host: ranks on a host.
+        memory: bytes of a device; by default what that device has.
+        products: the share of its peak that matrix products reach.
+        share: the share of its rate that a link gives to collectives.
+        short: whether products are in bfloat16 or float16, not in float32; by default as most of the parameters of a
+            plan compute. Under ``torch.autocast``, which a plan does not know of, say True.
+        costs: measured costs of the units.
+        communicator: bytes of a device that each communicator takes. The default is what NCCL took on four A100
+            (NVIDIA/nccl, issue 964); yours may take less.
+
+    Raises:
+        PlanError: an unknown name, or a share that is none.
+
+    >>> hardware("h100", inside="nvlink4").memory
+    80000000000
+    """
+    found = named_device(device)
+    if not 0 < products <= 1:
+        raise PlanError(f"products={products} is no share of a peak: give a number up to 1")
+    cluster = Cluster(named_link(link), named_link(inside) if inside else None, per_host, share)
+    words = (
+        f"{device} at {products:.0%} of its peak in products; {link} between hosts, {inside or link} inside, "
+        f"{per_host} ranks a host, {share:.0%} of the rates of links, {size_text(communicator)} a communicator"
+    )
+    limit = found.memory if memory is None else memory
+    fast, whole = speed(found, short is not False, products), speed(found, False, products)
+    words += "" if short is None else f"; products in {'bfloat16' if short else 'float32'}"
+    return Hardware(fast, cluster, limit, words, costs, communicator, whole=whole if short is None else None)
