@@ -152,8 +152,9 @@ def _function(where: str) -> Any:
     file, _, name = where.rpartition(":")
     path = Path(file)
     if not file or not name.isidentifier() or not path.is_file():
-        absent = "" if path.is_file() else f": there is no file {file!r}"
-        raise PlanError(f"{where!r} is no FILE.py:FUNCTION{absent}")
+        absent = "" if path.is_file() or not file else f": there is no file {file!r}"
+        example = f": give {where}:make, if its function is make" if Path(where).is_file() else absent
+        raise PlanError(f"{where!r} is no FILE.py:FUNCTION{example}")
     spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)

@@ -76,6 +76,8 @@ def search(
     ]
     expect("search(job, meshes, hardware)", wants)
     formats = known_formats(wires)
+    if not remats:
+        raise PlanError("search(remats=[]): nothing is tried: give what is computed again, such as [None, 'all']")
     meshes = shapes(meshes, hardware.cluster.per_host) if isinstance(meshes, int) else [*meshes]
     if not meshes:
         raise PlanError("search: no mesh is given: give a number of ranks, or fs.abstract_mesh(...) of each shape")

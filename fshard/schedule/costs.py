@@ -135,6 +135,7 @@ class Costs:
             links: a link for everything, or the costs whose links these are.
             processors: those that a rank has there; by default those of ``links``, or of these costs.
         """
+        expect("costs.over(links)", [("links", links, (Link, Costs), "a link, or the costs whose links these are")])
         if isinstance(links, Link):
             return replace(self, link=links, reduces=None, links={}, processors=processors or self.processors)
         words = f"units of {self.machine}; links of {links.machine}" if self.machine or links.machine else ""

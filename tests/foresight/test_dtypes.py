@@ -64,6 +64,17 @@ def test_a_batch_that_a_step_would_refuse_is_refused_by_its_trace() -> None:
         step.trace(batch)
 
 
+def test_what_is_no_answer_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    mesh, machine = fs.abstract_mesh((1,), ("data",)), fs.sim.hardware("h100")
+    with pytest.raises(PlanError, match=r"remats=\[\]"):
+        fs.sim.search(job(), [mesh], machine, remats=[])
+    with pytest.raises(PlanError, match="links is 5, an int"):
+        fs.sim.Costs({("forward", ""): 1.0}).over(5)  # type: ignore[arg-type]
+    (tmp_path / "job.py").write_text(FILE)
+    assert main(["plan", f"{tmp_path}/job.py"]) == 2
+    assert f"give {tmp_path}/job.py:make" in capsys.readouterr().err
+
+
 def test_a_mesh_without_the_axes_of_a_schedule() -> None:
     step, batch = job().step(fs.abstract_mesh((2,), ("data",)))
     schedule = step.trace(batch).schedule
