@@ -21,7 +21,7 @@ class Hardware:
     """What a step would run on.
 
     Attributes:
-        speed: of one device, whose products are in bfloat16 or float16.
+        speed: of one device. Where ``whole`` is given, that of products in bfloat16 or float16.
         cluster: the links.
         memory: bytes of a device; None for no limit.
         words: the names of these.
@@ -57,7 +57,7 @@ class Hardware:
         """The names of these, and the dtype of products with a plan."""
         if self.whole is None:
             return self.words
-        return f"{self.words}; products in {'float32' if self.speed_for(plan) is self.whole else 'bfloat16'}"
+        return self.words + _products(self.speed_for(plan) is not self.whole)
 
     def of(self, task: Task, plan: Plan) -> Costs:
         """What ops cost on it, what packs and unpacks formats and what updates parameters included.
@@ -149,5 +149,10 @@ def hardware(
     )
     limit = found.memory if memory is None else memory
     fast, whole = speed(found, short is not False, products), speed(found, False, products)
-    words += "" if short is None else f"; products in {'bfloat16' if short else 'float32'}"
+    words += "" if short is None else _products(short)
     return Hardware(fast, cluster, limit, words, costs, communicator, whole=whole if short is None else None)
+
+
+def _products(short: bool) -> str:
+    """The dtype of products in words, as the last of those of a hardware."""
+    return f"; products in {'bfloat16' if short else 'float32'}"

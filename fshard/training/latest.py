@@ -5,13 +5,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol
 
-from torch import Tensor
-
-from fshard import tree
 from fshard.collectives.scope import bind
 from fshard.errors import PlanError
 from fshard.runtime.engine import Remat
-from fshard.runtime.engine.batch import check_even
+from fshard.runtime.engine.batch import check_even, on_meta
 from fshard.runtime.execution import Found
 from fshard.runtime.steps import Latest, Prepared, Runner
 from fshard.schedule.ops import Op
@@ -88,7 +85,7 @@ class OneFunction(LatestRun):
         runner = self._runner
         with bind(runner.plan.mesh, runner.plan.data_axes):
             found = runner.finder.look(batch)
-        if found is None and (meta := [name for name, x in _tensors(batch) if x.is_meta]):
+        if found is None and (meta := on_meta(batch)):
             raise PlanError(
                 f"{', '.join(meta)}: on meta, and the program looks at values of the batch: give tensors on the "
                 f"device of the mesh, such as torch.zeros(...)"
@@ -126,10 +123,3 @@ class OneFunction(LatestRun):
         """What the units met so far run as: a graph, and which other units share it; or themselves, and why."""
         cache = self._runner.programs.cache
         return "every unit runs as it is: compile=None" if cache is None else cache.text()
-
-
-def _tensors(batch: Any) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of a batch, with expressions for them."""
-    for name, leaf in zip(tree.names(batch, "batch"), tree.leaves(batch), strict=True):
-        if isinstance(leaf, Tensor):
-            yield name, leaf

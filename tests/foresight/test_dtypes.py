@@ -64,6 +64,20 @@ def test_a_batch_that_a_step_would_refuse_is_refused_by_its_trace() -> None:
         step.trace(batch)
 
 
+def test_a_batch_without_values_is_named_where_they_are_looked_at() -> None:
+    params = {"w": torch.ones(4)}
+    plan = fs.make_plan(params, fs.abstract_mesh((2,), ("data",)), [(".*", fs.fsdp("data"))])
+
+    def loss(params: dict[str, torch.Tensor], batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        return (params["w"] * (2.0 if batch["n"].sum().item() > 0 else 1.0)).sum()
+
+    step = fs.make_train_step(loss, fs.optim.sgd(0.1), plan)
+    with pytest.raises(PlanError, match=r"batch\['n'\]: on meta.*torch.zeros"):
+        step.trace({"n": torch.ones(3, device="meta")})
+    with pytest.raises(PlanError, match="run it once"):
+        step.trace({"n": torch.ones(3)})
+
+
 def test_what_is_no_answer_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     mesh, machine = fs.abstract_mesh((1,), ("data",)), fs.sim.hardware("h100")
     with pytest.raises(PlanError, match=r"remats=\[\]"):

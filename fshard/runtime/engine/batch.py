@@ -246,6 +246,11 @@ def check_kept(batch: Any, before: Sequence[Any]) -> None:
         raise BatchError(lines(head, wrong, "Give their class a __deepcopy__, or make them inside of the function."))
 
 
+def on_meta(batch: Any) -> list[str]:
+    """Expressions for the tensors of a batch on meta, which have no values."""
+    return [name for name, x in _named(batch) if isinstance(x, Tensor) and x.is_meta]
+
+
 def check_detached(batch: Any) -> None:
     """Refuse tensors that require grad: a step takes gradients of its parameters alone, so theirs would be lost.
 

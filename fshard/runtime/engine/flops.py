@@ -34,20 +34,17 @@ def _grouped(left: Tensor, right: Tensor, *_: Any, **__: Any) -> int:
     return int(2 * groups * left.shape[-2] * left.shape[-1] * right.shape[-1])
 
 
-def _vector(matrix: Tensor, vector: Tensor, **_: Any) -> int:
-    return 2 * matrix.numel()
+def _vector(*args: Any, **_: Any) -> int:
+    """A matrix and a vector, which are the last two arguments: each element of the matrix is used once."""
+    return int(2 * args[-2].numel())
 
 
-def _added_vector(added: Tensor, matrix: Tensor, vector: Tensor, **_: Any) -> int:
-    return 2 * matrix.numel()
-
-
-def _batches(added: Tensor, left: Tensor, right: Tensor, **_: Any) -> int:
+def _matrices(*args: Any, **_: Any) -> int:
+    """Two matrices, or as many in batches or lists, which are the last two arguments."""
+    left, right = args[-2:]
+    if not isinstance(left, Tensor):
+        return sum(map(_matrices, left, right))
     return int(2 * left.numel() * right.shape[-1])
-
-
-def _lists(left: Sequence[Tensor], right: Sequence[Tensor], **_: Any) -> int:
-    return sum([2 * a.numel() * b.shape[-1] for a, b in zip(left, right, strict=True)])
 
 
 def _layer(x: Tensor, *args: Any, **_: Any) -> int:
@@ -79,11 +76,11 @@ FLASH = ("_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_fla
 OWN: dict[str, Formula] = {
     "_grouped_mm": _grouped,
     "_scaled_grouped_mm": _grouped,
-    "_foreach_mm": _lists,
-    "_int_mm": lambda left, right, **_: 2 * left.numel() * right.shape[-1],
-    "addbmm": _batches,
+    "_foreach_mm": _matrices,
+    "_int_mm": _matrices,
+    "addbmm": _matrices,
     "mv": _vector,
-    "addmv": _added_vector,
+    "addmv": _vector,
     "mkldnn_rnn_layer": _layer,
     "mkldnn_rnn_layer_backward": _twice(_layer),
     "_cudnn_rnn": _layers,

@@ -50,8 +50,10 @@ class Rows:
             if len(set(firsts)) == 1:
                 return [f"the batch's first tensor has {firsts[0]} rows on every rank, but others differ"]
             return [f"rank {rank}: {_count(first)} rows" for rank, first in enumerate(firsts)]
+        if not self.further:
+            return []
         met: dict[int, int] = {}
-        if all(met.setdefault(share, row[2]) == row[2] for share, row in zip(self.shared, told, strict=False)):
+        if all(met.setdefault(share, row[2]) == row[2] for share, row in zip(self.shared, told, strict=True)):
             return []
         dim = self.further[0]
         return [f"rank {rank}: {_count(row[3])} along dim {dim}, which is cut, too" for rank, row in enumerate(told)]
