@@ -3,6 +3,7 @@
 import codecs
 import json
 import os
+import select
 import selectors
 import shutil
 import signal
@@ -24,6 +25,9 @@ R = TypeVar("R")
 
 POLL = 0.2
 """Seconds between two looks at whether the ranks are still there."""
+
+ENDING = 10.0
+"""Seconds that the nursery gets to end its ranks and itself, before all of them are killed."""
 
 TAIL = 2000
 """Characters of a dead rank's output that an error shows."""
@@ -112,18 +116,42 @@ def _run(folder: str, ranks: int) -> None:
     command = [sys.executable, "-c", start, setting.text()]
     pipe = subprocess.PIPE
     # A session of its own: Ctrl-C in a terminal reaches this process alone, which then ends all of the others.
-    nursery = subprocess.Popen(
-        command, stdin=pipe, stdout=pipe, stderr=pipe, env=environment, start_new_session=True, bufsize=0
-    )
+    alive, held = os.pipe()
+    with open(alive, "rb", buffering=0) as gone:  # it ends with the last process that holds the other end
+        with open(held, "wb", buffering=0):
+            nursery = subprocess.Popen(
+                command,
+                stdin=pipe,
+                stdout=pipe,
+                stderr=pipe,
+                env=environment,
+                start_new_session=True,
+                bufsize=0,
+                pass_fds=[held],
+            )
+        try:
+            _show(nursery)
+        finally:
+            _end(nursery, gone)
+
+
+def _end(nursery: "subprocess.Popen[bytes]", gone: IO[bytes]) -> None:
+    """End the nursery, its ranks, and what these have started, as workers of a DataLoader, and wait until all are gone.
+
+    The end of its input makes it do so: nobody else can wait for its children. If it does not, they are killed here.
+    """
+    assert nursery.stdin is not None and nursery.stdout is not None and nursery.stderr is not None
+    nursery.stdin.close()
     try:
-        _show(nursery)
+        with suppress(subprocess.TimeoutExpired):
+            nursery.wait(ENDING)
     finally:
         with suppress(ProcessLookupError):
             os.killpg(nursery.pid, signal.SIGKILL)
         nursery.wait()
-        for stream in (nursery.stdin, nursery.stdout, nursery.stderr):
-            if stream is not None:
-                stream.close()
+        select.select([gone], [], [], ENDING)
+        nursery.stdout.close()
+        nursery.stderr.close()
 
 
 def _show(nursery: "subprocess.Popen[bytes]") -> None:

@@ -1,7 +1,8 @@
 """The process between ``fs.launch`` and its ranks: it imports PyTorch once, forks the ranks, and ends with its caller.
 
 It runs nothing itself, so no thread is alive when it forks. Its standard input is a pipe that the caller holds open:
-when the caller is gone, for whatever reason, the pipe ends, and so do all ranks.
+when the caller is gone, for whatever reason, the pipe ends, and so do all ranks. It leads a session of its own, and
+ends by killing all of it.
 """
 
 import json
@@ -38,6 +39,7 @@ def main(text: str) -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), fd)
     statuses = _watch(ranks)
     Path(setting.folder, STATUS).write_text(json.dumps(statuses))
+    os.killpg(0, signal.SIGKILL)  # what ranks have started and not ended, and this process
 
 
 def _watch(ranks: dict[int, int]) -> dict[int, int | None]:

@@ -29,17 +29,18 @@ def owned(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(*OWNER.decode().split("="))
 
 
-def left() -> list[str]:
-    """The processes of launches that are alive, by their command lines."""
-    found = []
+def left() -> dict[int, int]:
+    """The processes of launches that are alive, and their parents."""
+    found = {}
     for folder in Path("/proc").iterdir():
         try:
-            known = folder.name.isdigit() and OWNER in (folder / "environ").read_bytes()
-            command = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode() if known else ""
+            if not folder.name.isdigit() or OWNER not in (folder / "environ").read_bytes():
+                continue
+            parent = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
+            if b"fshard.launching.nursery" in (folder / "cmdline").read_bytes():
+                found[int(folder.name)] = parent
         except OSError:  # it ended meanwhile
             continue
-        if "fshard.launching.nursery" in command:
-            found.append(command)
     return found
 
 
@@ -114,8 +115,9 @@ def test_the_last_words_of_a_rank_are_read_from_its_log(tmp_path: Path) -> None:
 
 
 def endless() -> None:
-    """On a rank: rank 0 says that it runs, and no rank ever ends."""
-    print("running", flush=True)
+    """On a rank: starts another process, rank 0 says that it runs, and none of them ever ends."""
+    if os.fork():
+        print("running", flush=True)
     while True:
         time.sleep(0.01)
 
@@ -123,9 +125,12 @@ def endless() -> None:
 @processes
 @pytest.mark.long
 def test_an_interrupt_leaves_no_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: dict[int, int] = {}
+
     class Out:
         def write(self, text: str) -> None:
             if "running" in text:
+                seen.update(left())
                 signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
 
         def flush(self) -> None: ...
@@ -134,6 +139,10 @@ def test_an_interrupt_leaves_no_process(monkeypatch: pytest.MonkeyPatch) -> None
     with pytest.raises(KeyboardInterrupt):
         fs.launch(endless, ranks=2)
     assert not left()
+    (nursery,) = [pid for pid, parent in seen.items() if parent == os.getpid()]
+    ranks = [pid for pid, parent in seen.items() if parent == nursery]
+    assert len(ranks) == 2 and len(seen) >= 4  # rank 1 may not have started its own by then
+    assert not any(Path(f"/proc/{pid}").exists() for pid in (nursery, *ranks))  # nor are they there as zombies
 
 
 @processes
