@@ -18,12 +18,12 @@ from fshard.errors import PlanError
 from fshard.foresight.blame import named
 from fshard.foresight.feeding import LONGEST
 from fshard.foresight.foresee import Foresight, Progress, foresee
-from fshard.foresight.hardware import Hardware, hardware
+from fshard.foresight.hardware import THREAD, Hardware, hardware
 from fshard.foresight.huggingface import hugging_face
 from fshard.foresight.jobs import Job, read_job, takes_mesh
 from fshard.foresight.options import SHOWN, Option, Search
 from fshard.foresight.page import write_page
-from fshard.foresight.remedies import Remedy, largest, remedies
+from fshard.foresight.remedies import Remedy, largest, none_will_do, remedies
 from fshard.foresight.report import as_json, sections
 from fshard.foresight.search import known_formats, search
 from fshard.schedule.costs import read_costs
@@ -62,6 +62,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--products", type=float, default=0.7, help="share of its peak that matrix products reach")
     parser.add_argument("--share", type=float, default=0.85, help="share of its rate that a link gives to collectives")
     parser.add_argument("--communicator", help="bytes of a device that NCCL takes for each communicator, as 200Mi")
+    parser.add_argument("--host", help="bytes a second of updates in host memory, on one rank (default: 10G)")
     parser.add_argument("--rows", type=int, help="with --hf: rows of a rank's microbatch (default: 1)")
     parser.add_argument(
         "--length", type=int, help=f"with --hf: tokens of a row (default: its positions, at most {LONGEST})"
@@ -224,7 +225,8 @@ def read_hardware(args: argparse.Namespace) -> Hardware:
     room = bytes_of(args.communicator) if args.communicator else COMMUNICATOR
     short = None if args.precision is None and args.job else args.precision != "fp32"
     links = args.link, args.inside, args.per_host
-    found = hardware(args.device, *links, memory, args.products, args.share, short, costs, room)
+    host = bytes_of(args.host) if args.host else THREAD
+    found = hardware(args.device, *links, memory, args.products, args.share, short, costs, room, host)
     return replace(found, costs_of=f"the costs of {args.costs}") if costs else found
 
 
@@ -269,7 +271,7 @@ def _print(seen: Foresight, found: Sequence[Remedy]) -> None:
         )
         print("\n".join(f"  {line}" for line in largest(seen)))
         print("what would change it:")
-        print("\n".join(f"  {remedy}" for remedy in found))
+        print("\n".join([*(f"  {remedy}" for remedy in found), *none_will_do(found)]))
 
 
 def _table(title: str, head: Sequence[str], rows: Sequence[Sequence[str]]) -> None:

@@ -164,7 +164,7 @@ def as_json(seen: Foresight, found: Sequence[Remedy], searched: Search | None = 
         ],
         "scaling": {str(ranks): seconds for ranks, seconds in seen.scaling.items()},
         "largest": [] if seen.fits else largest(seen),
-        "remedies": [{"change": r.change, "peak_bytes": r.peak_bytes, "enough": r.enough} for r in found],
+        "remedies": [asdict(remedy) for remedy in found],
         "search": None if searched is None else [_option(each) for each in searched.options],
     }
 

@@ -60,6 +60,14 @@ class Ticks:
     host: float = 0.0
 
 
+@dataclass
+class Threads:
+    """The work of threads that carry transfers: all that a step has owed them so far, and what of it is done."""
+
+    owed: Time = 0.0
+    done: Time = 0.0
+
+
 class Clock:
     """The clock of one rank, whom all others resemble.
 
@@ -80,12 +88,12 @@ class Clock:
         self.transfers = {(move.kind, name): move for name, move in every if move.sent and move.row.link}
         self.slow: Time = costs.slow
         self.now: Time = 0.0
-        self.owed: Time = 0.0
-        self.done: Time = 0.0
+        self.threads = Threads()
         self.worked: Time = 0.0
         self.wires: dict[str, Wire] = {}
         self.issued: list[tuple[int, Wire, Passing]] = []
         self.under_way: dict[tuple[str, str], Issue] = {}
+        self.copied: dict[str, Time] = {}  # when the copies of a kind of op are done
         self.behind: Time = 0.0  # by how much the last rank comes later than this one, which is like the mean of all
         self.ticks = Ticks()
 
@@ -98,8 +106,8 @@ class Clock:
             for wire in self.wires.values():
                 wire.begin(over)
             self.slow = self._slower(over)
-            self.now, self.owed, self.done, self.worked, self.ticks = 0.0 * self.now, 0.0, 0.0, 0.0, Ticks()
-            self.issued, self.under_way, self.behind = [], {}, 0.0
+            self.now, self.threads, self.worked, self.ticks = 0.0 * self.now, Threads(), 0.0, Ticks()
+            self.issued, self.under_way, self.copied, self.behind = [], {}, {}, 0.0
         return self._all()
 
     @property
@@ -109,7 +117,7 @@ class Clock:
 
     def _slower(self, over: Time) -> Time:
         """How many times longer all takes, by the part of the last step in which a rank had something to do."""
-        working = self.worked + self.owed + self.costs.host * self.slow
+        working = self.worked + self.threads.owed + self.costs.host * self.slow
         part = self.smaller(working / self.larger(over, 1e-9), 1.0)
         return 1.0 + (self.costs.slow - 1.0) * part
 
@@ -148,7 +156,9 @@ class Clock:
             transfer = self.transfers.get((op.kind, op.target))
             if transfer is None:
                 self._work(op, seconds)
-                self.under_way[op.kind, op.target] = lambda now: now, self.owed, at
+                begun, copied = self.now, self._copied(op)
+                self.under_way[op.kind, op.target] = lambda now: copied, self.threads.owed, at
+                return begun, copied
             else:
                 self._start(at, op, transfer, seconds)
             return self.now, self.now
@@ -171,14 +181,24 @@ class Clock:
         """Start a transfer."""
         name, link = self.costs.carrier(transfer)
         self._work(op, seconds + transfer.sent * link.sending)
+        copied = self._copied(op)
         wire = self.wires.setdefault(name, Wire(self.larger, self.smaller))
-        come = self.meet(self.now, transfer.axes) + self.behind
+        come = self.meet(copied, transfer.axes) + self.behind
         late = turn(link) if self.costs.slow > 1 and link.bytes_per_s < math.inf else 0.0
         passing = wire.add(f"{transfer.kind}({transfer.axes})", link, transfer.sent, self.now, come, late)
         self.issued.append((at, wire, passing))
-        self.owed = self.owed + link.work(transfer.sent) * self.slow * self.costs.shared
-        self.under_way[op.kind, op.target] = partial(self._awaited, wire, passing), self.owed, at
+        self.threads.owed = self.threads.owed + link.work(transfer.sent) * self.slow * self.costs.shared
+        self.under_way[op.kind, op.target] = partial(self._awaited, wire, passing), self.threads.owed, at
         self.ticks.sent += transfer.sent
+
+    def _copied(self, op: Op) -> Time:
+        """When what an op sends has come from host memory, or has gone there. Each way has one copy at a time."""
+        seconds = self.costs.copies.get((op.kind, op.target), 0.0)
+        if not seconds:
+            return self.now
+        done = self.larger(self.now, self.copied.get(op.kind, 0.0)) + seconds
+        self.copied[op.kind] = done
+        return done
 
     def _awaited(self, wire: Wire, passing: Passing, now: Time) -> Time:
         """When a transfer arrives that is waited for from now on.
@@ -195,9 +215,9 @@ class Clock:
         """Wait until a transfer has arrived, and the work that was owed at its start is done."""
         before = self.now
         self.now = self.larger(self.now, arrival(self.now))
-        self.done = self.smaller(self.owed, self.done + (self.now - before))
-        rest = self.larger(owed - self.done, 0.0 * self.now)
-        self.now, self.done = self.now + rest, self.done + rest
+        self.threads.done = self.smaller(self.threads.owed, self.threads.done + (self.now - before))
+        rest = self.larger(owed - self.threads.done, 0.0 * self.now)
+        self.now, self.threads.done = self.now + rest, self.threads.done + rest
 
     def _work(self, op: Op, seconds: float) -> None:
         """Keep the device busy."""
@@ -205,9 +225,10 @@ class Clock:
         if not seconds:
             return
         busy = seconds * factor
-        rest = self.owed - self.done
+        rest = self.threads.owed - self.threads.done
         taken = self.smaller(rest, busy) if self.costs.shared else 0.0 * busy
-        self.now, self.done, self.worked = self.now + (busy + taken), self.done + taken, self.worked + busy
+        self.now, self.worked = self.now + (busy + taken), self.worked + busy
+        self.threads.done = self.threads.done + taken
         self.ticks.compute += self.read(busy)
         self.ticks.beside += self.read(taken)
 

@@ -47,6 +47,9 @@ class Costs:
         machine: what the costs were measured on, in words.
         ranks: the ranks that took part in the handshake and the consensus; 0 if that is not known.
         updates_by_bytes: the part of the time of updates that goes by the bytes of their shards.
+        copies: seconds of copies between a device and the memory of its host, beside compute, by the op that starts
+            them: ``("all_gather", "blocks.0")`` for a shard that comes from there before it is sent, ``("offload",
+            "blocks.0")`` for a gradient that goes there. Those of a kind run one after the other.
 
     Raises:
         PlanError: a negative time, one of an unknown op, or something else than a link.
@@ -64,12 +67,14 @@ class Costs:
     machine: str = ""
     ranks: int = 0
     updates_by_bytes: float = 0.0
+    copies: Mapping[tuple[str, str], float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         seconds = "a dict of seconds by op, such as {('forward', 'blocks.0'): 2e-3}"
         wants = [
             ("seconds", self.seconds, Mapping, seconds),
             ("links", self.links, Mapping, "a dict of fs.sim.Link by axes"),
+            ("copies", self.copies, Mapping, "a dict of seconds by op, such as {('offload', 'blocks.0'): 2e-3}"),
             ("host", self.host, (int, float), "seconds"),
             ("processors", self.processors, (int, float), "a number of processors"),
         ]
@@ -79,7 +84,7 @@ class Costs:
             f"{name}={link!r} is not an fs.sim.Link" for name, link in links.items() if not isinstance(link, Link)
         ]
         known = op_kinds()
-        for op, value in self.seconds.items():
+        for op, value in [*self.seconds.items(), *self.copies.items()]:
             if not isinstance(op, tuple) or len(op) != 2:
                 problems.append(f"{op!r} is no op: give a pair of its kind and its target, ('forward', 'blocks.0')")
             elif op[0] not in known:
@@ -110,7 +115,10 @@ class Costs:
 
     def only(self, kinds: Container[str]) -> "Costs":
         """Those of a schedule that has ops of these kinds."""
-        return replace(self, seconds={op: value for op, value in self.seconds.items() if op[0] in kinds})
+        seconds, copies = (
+            {op: value for op, value in each.items() if op[0] in kinds} for each in (self.seconds, self.copies)
+        )
+        return replace(self, seconds=seconds, copies=copies)
 
     def __str__(self) -> str:
         return f"costs of {len(self.seconds)} kinds of ops, measured on {self.machine or 'a machine without a name'}"
@@ -151,6 +159,7 @@ class Costs:
             words,
             self.ranks,
             self.updates_by_bytes,
+            {**self.copies, **links.copies},
         )
 
     def among(self, mesh: Mesh) -> "Costs":
@@ -213,6 +222,7 @@ class Costs:
             "ranks": self.ranks,
             "updates_by_bytes": self.updates_by_bytes,
             "seconds": {f"{kind}|{target}": value for (kind, target), value in self.seconds.items()},
+            "copies": {f"{kind}|{target}": value for (kind, target), value in self.copies.items()},
             "links": {name: _plain(link) for name, link in every.items() if link is not None},
         }
 
@@ -237,12 +247,12 @@ def read_costs(path: str | os.PathLike[str]) -> Costs:
         if not isinstance(found, dict) or found.get("format") != FORMAT:
             raise ValueError(f"its format is not {FORMAT!r}")
         links = {name: _link(values) for name, values in found["links"].items()}
-        seconds = {(kind, target): float(value) for kind, _, target, value in _split(found["seconds"])}
+        seconds, copies = _by_op(found["seconds"]), _by_op(found.get("copies", {}))
         link, reduces = links.pop("link"), links.pop("reduces", None)
         axes = {name.removeprefix("over "): each for name, each in links.items()}
         numbers = float(found["host"]), float(found["processors"])
         more = int(found.get("ranks", 0)), float(found.get("updates_by_bytes", 0.0))
-        return Costs(seconds, link, reduces, axes, *numbers, found["machine"], *more)
+        return Costs(seconds, link, reduces, axes, *numbers, found["machine"], *more, copies)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         if isinstance(error, PlanError):
             raise
@@ -263,8 +273,9 @@ def _link(values: Mapping[str, Any]) -> Link:
     return Link(**{**found, **counts}, shared_memory=shared)  # type: ignore[arg-type]
 
 
-def _split(seconds: Mapping[str, Any]) -> list[tuple[str, str, str, Any]]:
-    return [(*key.partition("|"), value) for key, value in seconds.items()]
+def _by_op(seconds: Mapping[str, Any]) -> dict[tuple[str, str], float]:
+    parts = [(*key.partition("|"), value) for key, value in seconds.items()]
+    return {(kind, target): float(value) for kind, _, target, value in parts}
 
 
 @dataclass(frozen=True)

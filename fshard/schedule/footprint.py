@@ -17,6 +17,7 @@ class Need:
 
     ``peak`` includes activations that were there before, and gradients of leaves. ``flops`` are those of matrix
     products and their like; ``moved`` are the bytes that all other operators read and write: that is their time.
+    ``copied`` are bytes that go between the device and the memory of its host.
     ``bare`` is the peak with unit graphs: without gradients of leaves that end with the op, which a graph writes to the
     flat gradient, and where what a unit's Python makes for itself ends with its last use, and not with its names.
     """
@@ -26,6 +27,7 @@ class Need:
     flops: int
     moved: int = 0
     bare: int = field(default=0, compare=False)
+    copied: int = 0
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,8 @@ class StateNeeds:
     Attributes:
         updates: what the update takes for its duration.
         copies: a copy of what the state has of a group, where a step does not reuse its memory.
-        work: the operations of an update on the device, and the bytes that it reads and writes.
+        work: the operations of an update, the bytes that it reads and writes, and those that it copies from the other
+            memory and back.
     """
 
     updates: Mapping[int, int] = field(default_factory=dict)

@@ -4,6 +4,7 @@ What a link or a device promises is not what a program gets. The shares that a p
 defaults, so that they are named wherever a prediction is.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -49,6 +50,7 @@ class Device:
         flops32: the same in float32, as PyTorch computes by default.
         bytes_per_s: of its memory.
         memory: bytes.
+        copies_per_s: bytes a second to its host, and as many from there.
         source: where these are stated.
     """
 
@@ -56,6 +58,7 @@ class Device:
     flops32: float
     bytes_per_s: float
     memory: int
+    copies_per_s: float
     source: str
 
 
@@ -89,15 +92,15 @@ Link(bytes_per_s=50000000000.0, latency=1e-05)
 
 DEVICES: Mapping[str, Device] = MappingProxyType(
     {
-        "v100": Device(125e12, 15.7e12, 900e9, 32 * 10**9, "NVIDIA V100 SXM2 datasheet"),
-        "a100-40": Device(312e12, 19.5e12, 1555e9, 40 * 10**9, "NVIDIA A100 40GB SXM datasheet"),
-        "a100": Device(312e12, 19.5e12, 2039e9, 80 * 10**9, "NVIDIA A100 80GB SXM datasheet"),
-        "h100": Device(989.4e12, 66.9e12, 3350e9, 80 * 10**9, "NVIDIA H100 SXM datasheet"),
-        "h200": Device(989.4e12, 66.9e12, 4800e9, 141 * 10**9, "NVIDIA H200 SXM datasheet"),
-        "b200": Device(2250e12, 75e12, 7700e9, 180 * 10**9, "NVIDIA DGX B200 datasheet"),
+        "v100": Device(125e12, 15.7e12, 900e9, 32 * 10**9, 16e9, "NVIDIA V100 SXM2 datasheet"),
+        "a100-40": Device(312e12, 19.5e12, 1555e9, 40 * 10**9, 32e9, "NVIDIA A100 40GB SXM datasheet"),
+        "a100": Device(312e12, 19.5e12, 2039e9, 80 * 10**9, 32e9, "NVIDIA A100 80GB SXM datasheet"),
+        "h100": Device(989.4e12, 66.9e12, 3350e9, 80 * 10**9, 64e9, "NVIDIA H100 SXM datasheet"),
+        "h200": Device(989.4e12, 66.9e12, 4800e9, 141 * 10**9, 64e9, "NVIDIA H200 SXM datasheet"),
+        "b200": Device(2250e12, 75e12, 7700e9, 180 * 10**9, 64e9, "NVIDIA DGX B200 datasheet"),
     }
 )
-"""Accelerators by name.
+"""Accelerators by name. Sources of PCIe state both directions together, as those of NVLink do.
 
 >>> fs.sim.DEVICES["h100"].memory
 80000000000
@@ -191,24 +194,26 @@ class Cluster:
 
 @dataclass(frozen=True)
 class Speed:
-    """What a device does in a second of a program: its peak times the share that programs reach.
+    """What a device does in a second of a program, or its host: its peak times the share that programs reach.
 
     Attributes:
         flops: operations a second of matrix products.
         bytes_per_s: of memory, for everything else.
         peak: the operations a second that MFU refers to.
+        copies_per_s: bytes a second between a device and the memory of its host, in one direction.
     """
 
     flops: float
     bytes_per_s: float
     peak: float
+    copies_per_s: float = math.inf
 
     def seconds(self, need: Need) -> float:
-        """What a compute op takes."""
-        return need.flops / self.flops + need.moved / self.bytes_per_s
+        """What a compute op takes, or an update."""
+        return need.flops / self.flops + need.moved / self.bytes_per_s + need.copied / self.copies_per_s
 
 
-def speed(device: Device, short: bool = True, products: float = 0.7, memory: float = 0.8) -> Speed:
+def speed(device: Device, short: bool = True, products: float = 0.7, memory: float = 0.8, copies: float = 0.8) -> Speed:
     """The speed of a device.
 
     Args:
@@ -216,9 +221,10 @@ def speed(device: Device, short: bool = True, products: float = 0.7, memory: flo
         short: whether it computes in bfloat16 or float16, not float32.
         products: the share of its peak that matrix products reach.
         memory: the share of its memory's rate that other operators reach.
+        copies: the share of the rate to its host that copies of page-locked memory reach.
     """
     peak = device.flops if short else device.flops32
-    return Speed(peak * products, device.bytes_per_s * memory, peak)
+    return Speed(peak * products, device.bytes_per_s * memory, peak, device.copies_per_s * copies)
 
 
 def unit_seconds(stages: Stages, needs: Sequence[Need], speed: Speed) -> dict[tuple[str, str], float]:

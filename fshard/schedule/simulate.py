@@ -17,8 +17,7 @@ the ranks that take part has come.
 
 A link that lets bursts pass has been used by steps like this one before: what is told is a step in the middle of a run.
 
-What it leaves out: copies to and from host memory take no time, transfers between steps take none either, and links do
-not slow each other down.
+What it leaves out: transfers between steps take no time, and links do not slow each other down.
 """
 
 from collections import Counter
@@ -108,10 +107,10 @@ class Simulation:
 
     def waits(self) -> list[tuple[float, Op]]:
         """The ops that hold the device for a transfer, longest first, and for how long."""
-        held = []
+        held, arrived = [], {}
         for op, start, end in zip(self.schedule, self.issued, self.ends, strict=True):
-            row = awaited(op.kind)
-            if row is not None and row.link and end > start:
+            arrived[op.kind, op.target], row = end, awaited(op.kind)
+            if row is not None and end > start and (row.link or arrived[row.name, op.target] > start):
                 held.append((end - start, op))
         return sorted(held, key=lambda pair: -pair[0])
 
@@ -180,7 +179,7 @@ def _refuse_strange(schedule: Schedule, costs: Costs) -> None:
     known = {(op.kind, op.target) for op in schedule}
     problems = [
         f"{kind} {target}".rstrip() + ": no such op"
-        for kind, target in costs.seconds
+        for kind, target in [*costs.seconds, *costs.copies]
         if (kind, target) not in known and (target or kind == LOCAL)
     ]
     for kind in ("forward", "backward"):

@@ -1,5 +1,6 @@
 """Updates take the time of what they read, write and multiply, also where nothing was measured."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -70,11 +71,52 @@ def test_products_of_muon_count() -> None:
     assert task.updates["l0"].flops > 10 * 2 * WIDTH**3
 
 
-def test_updates_on_the_host_take_nothing_of_the_device() -> None:
-    host = {"memory_kind": "unpinned_host"}
-    step, task = made(fs.optim.adamw(1e-3), **host)
-    assert not task.updates and not updates(fs.sim.hardware("h100").of(task, step.plan))
-    assert made(fs.optim.adamw(1e-3), update_on="device", **host)[1].updates
+def test_updates_on_the_host_take_its_time() -> None:
+    there = {"memory_kind": "unpinned_host"}
+    step, task = made(fs.optim.adamw(1e-3), **there)
+    need = made(fs.optim.adamw(1e-3))[1].updates["l0"]
+    assert task.updates["l0"] == need  # the same operators
+    for rate in (10e9, 20e9):
+        found = updates(fs.sim.hardware("h100", host=rate).of(task, step.plan))
+        assert found == {name: pytest.approx(need.moved / rate) for name in ("l0", "l1")}
+    precision = fs.Precision(compute=torch.bfloat16)
+    cast = step.plan.source.plan(step.plan.mesh, step.plan.batch, precision)
+    assert updates(fs.sim.hardware("h100").of(task, cast))["l0"] == pytest.approx((need.moved + SHARD / 2 * 1.5) / 10e9)
+
+
+@pytest.mark.parametrize(
+    ("rule", "shards"),
+    [
+        ({"memory_kind": "unpinned_host", "update_on": "device"}, 3),
+        ({"opt_memory_kind": "unpinned_host"}, 2),
+        ({"opt_memory_kind": "unpinned_host", "update_on": "host"}, 1),
+    ],
+)
+def test_what_comes_for_an_update_and_goes_takes_time(rule: dict[str, Any], shards: int) -> None:
+    step, task = made(fs.optim.adamw(1e-3), **rule)
+    hardware = fs.sim.hardware("h100", host=10e9)
+    here = hardware.host if rule.get("update_on") == "host" else hardware.speed_for(step.plan)
+    need = made(fs.optim.adamw(1e-3))[1].updates["l0"]
+    copies = 2 * shards * SHARD / 2 / (0.8 * 64e9)
+    found = updates(hardware.of(task, step.plan))
+    assert found == {name: pytest.approx(here.seconds(need) + copies) for name in ("l0", "l1")}
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_copies_beside_compute(ranks: int) -> None:
+    """A shard comes before it is gathered, and a gradient goes when it is whole; the words name both rates."""
+    step, task = made(fs.optim.adamw(1e-3), ranks, memory_kind="unpinned_host")
+    hardware = fs.sim.hardware("h100")
+    costs = hardware.of(task, step.plan)
+    one = SHARD / ranks / (0.8 * 64e9)
+    ops = [(kind, name) for name in ("l0", "l1") for kind in ("all_gather", "offload")]
+    assert costs.copies == {op: pytest.approx(one) for op in ops}
+    words = "; 47.7 GiB a second to a rank's host and from it, 9.3 GiB a second in updates there"
+    assert hardware.words_for(step.plan).endswith(words)
+    seen = foresee(step, BATCH, hardware)
+    run = fs.sim.simulate(seen.schedule, replace(costs.only({op.kind for op in seen.schedule}), copies={}))
+    assert seen.simulation.seconds > run.seconds and set(run.exposed_by_kind) < set(seen.simulation.exposed_by_kind)
+    assert "a rank's host" not in hardware.words_for(made(fs.optim.adamw(1e-3))[0].plan)
 
 
 def test_measured_updates_stay_as_they_were_measured() -> None:

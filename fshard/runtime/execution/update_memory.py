@@ -58,7 +58,8 @@ def state_needs(plan: Plan, opt: Contract, limit: Limit, donate: bool) -> StateN
     """
     copies = {} if donate else {group.id: _state_bytes(plan.mesh, group, opt) for group in plan.groups}
     work = update_needs(plan, opt, limit)
-    return StateNeeds({number: need.peak for number, need in work.items() if need.peak}, copies, work)
+    here = {number: need.peak for number, need in work.items() if need.peak and not plan.groups[number].offloaded}
+    return StateNeeds(here, copies, work)
 
 
 def _state_bytes(mesh: Mesh, group: Group, opt: Contract) -> int:
@@ -68,10 +69,10 @@ def _state_bytes(mesh: Mesh, group: Group, opt: Contract) -> int:
 
 
 def update_needs(plan: Plan, opt: Contract, limit: Limit = lambda path: 0) -> dict[int, Need]:
-    """What the update of each group needs on the device for its duration, on the rank that needs most of each.
+    """What the update of each group needs where it runs, for its duration, on the rank that needs most of each.
 
-    Groups that are updated on the host are left out. Where an optimizer reads values of tensors, it is not known what
-    it makes for itself: then what is copied from host memory counts alone.
+    What it copies between the device and the memory of its host comes and goes. Where an optimizer reads values of
+    tensors, it is not known what it makes for itself: then what is copied from host memory counts alone.
 
     Args:
         plan: the plan.
@@ -81,7 +82,7 @@ def update_needs(plan: Plan, opt: Contract, limit: Limit = lambda path: 0) -> di
     plan, rounded, found = traceable(plan), rounded_groups(plan), {}
     known: dict[Hashable, Need] = {}
     for group in plan.groups:
-        if group.trainable and not group.offloaded:
+        if group.trainable:
             key = _alike(group, opt, limit, group.id in rounded)
             if key not in known:
                 known[key] = _most(plan, group, opt, limit, group.id in rounded)
@@ -98,15 +99,17 @@ def _alike(group: Group, opt: Contract, limit: Limit, rounded: bool) -> Hashable
 
 def _most(plan: Plan, group: Group, opt: Contract, limit: Limit, rounded: bool) -> Need:
     """What the update of one group needs, on the rank that needs most."""
-    copied = _copied(plan.mesh, group, opt)
-    needs = [_need(plan, mesh, group, opt, cuts, rounded) for mesh, cuts in _fullest(plan.mesh, group, opt, limit)]
+    copied, fullest = _copied(plan.mesh, group, opt), [*_fullest(plan.mesh, group, opt, limit)]
+    needs = [_need(plan, mesh, group, opt, cuts, rounded) for mesh, cuts in fullest]
     peak = max([copied, *(need.peak for need in needs if need.peak > NUMBERS)])
+    if copied:  # what the copies read and write is in ``copied``
+        needs = [_need(plan, mesh, group, opt, cuts, rounded, staged=False) for mesh, cuts in fullest]
     flops, moved = (max([getattr(need, name) for need in needs], default=0) for name in ("flops", "moved"))
-    return Need(peak, 0, flops, moved)
+    return Need(peak, 0, flops, moved, copied=2 * copied)
 
 
 def _copied(mesh: Mesh, group: Group, opt: Contract) -> int:
-    """Bytes of what comes from host memory."""
+    """Bytes of what comes from the other memory than that where the update runs, and goes back."""
     param, state = group.kinds.moved if group.update_staged else (False, False)
     copied = group.owned.chunk * group.dtype.itemsize if param else 0
     return copied + (most_bytes(group.owned, mesh, opt) if state else 0)
@@ -132,14 +135,14 @@ def _fullest(mesh: Mesh, group: Group, opt: Contract, limit: Limit) -> Iterator[
     yield from {seen.rank: (seen, cuts) for _, seen, cuts in fullest.values()}.values()
 
 
-def _need(plan: Plan, mesh: Mesh, group: Group, opt: Contract, cuts: Cuts, rounded: bool) -> Need:
+def _need(plan: Plan, mesh: Mesh, group: Group, opt: Contract, cuts: Cuts, rounded: bool, staged: bool = True) -> Need:
     """What the update of one group needs on one rank."""
     plan = replace(plan, mesh=mesh)
     rounding = Rounding(plan, 0, frozenset([group.id])) if rounded else None
     scale = [None] * (1 + max([cut.limit for cut in cuts]))
     for steps in UPDATES:
         with FakeTensorMode(allow_non_fake_inputs=True), quiet():
-            shards, grads, held = _without_data(plan, group, opt, cuts)
+            shards, grads, held = _without_data(plan, group, opt, cuts, staged)
             watch = Activations(held)
             try:
                 with watch:
@@ -150,12 +153,14 @@ def _need(plan: Plan, mesh: Mesh, group: Group, opt: Contract, cuts: Cuts, round
     return _sampled(group, opt, cuts)
 
 
-def _without_data(plan: Plan, group: Group, opt: Contract, cuts: Cuts) -> tuple[Shards, Gradients, list[Tensor]]:
+def _without_data(
+    plan: Plan, group: Group, opt: Contract, cuts: Cuts, staged: bool
+) -> tuple[Shards, Gradients, list[Tensor]]:
     """One rank's shard and gradient of a group, and all tensors of both."""
     device, layouts = plan.mesh.device, shard_layouts(group, plan.mesh, opt)
     made = {name: torch.empty(layout.length, dtype=layout.dtype, device=device) for name, layout in layouts.items()}
     param, grad = [torch.empty(group.owned.chunk, dtype=group.dtype, device=device) for _ in range(2)]
-    stagings = {at: each for at, each in update_stagings(plan).items() if at == group.id}
+    stagings = {at: each for at, each in update_stagings(plan).items() if staged and at == group.id}
     grads = Gradients({group.id: grad}, {group.id: cuts}, frozenset(), stagings)
     shards = Shards([Shard(param, made, layouts)] * (group.id + 1))
     return shards, grads, [param, grad, *made.values()]
