@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from itertools import groupby, pairwise
 from pathlib import Path
 
-from fshard.schedule.flight import Record, read_records, verdict
+from fshard.schedule.flight import Record, of_one_job, read_records, verdict
 from fshard.view.chrome import Run, Span, write
 
 
@@ -19,11 +19,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Write the trace, and say who waits for whom."""
     folder = Path(args.folder)
-    records = read_records(folder)
+    every = read_records(folder)
+    records, _ = of_one_job(every)
     out = Path(args.out) if args.out else folder / "trace.json"
     start = min((record.entries[0].time for record in records if record.entries), default=0.0)
     write(out, {f"rank {record.rank}": [*runs_of(record, start)] for record in records})
-    print(verdict(records))
+    print(verdict(every))
     print(f"{sum(len(record.entries) for record in records):,} entries of {len(records)} ranks: {out}")
     return 0
 

@@ -26,6 +26,7 @@ from fshard.schedule.trace import Trace
 from fshard.schedule.transfers import HOST
 from fshard.sharding.mesh import Axes, abstract_mesh
 from fshard.sharding.plan import Plan
+from fshard.sharding.spec import axes_of
 from fshard.training.step import TrainStep
 
 Progress = Callable[[str, float], object]
@@ -241,6 +242,12 @@ def sizes(batch: Any) -> tuple[int, int]:
     tensors = [x for x in tree.leaves(batch) if isinstance(x, Tensor) and x.dim()]
     words = next((x for x in tensors if x.dim() == 2 and not x.dtype.is_floating_point), None)
     return (tensors[0].shape[0] if tensors else 0), (words.numel() if words is not None else 0)
+
+
+def row_parts(plan: Plan) -> tuple[int, int]:
+    """Into how many parts the rows of a global batch are cut, and how many ranks with other data share each row."""
+    first = plan.mesh.axis_size(axes_of(plan.batch.dims[0])) if plan.batch.dims else 1
+    return first, plan.data_size // first
 
 
 def scaling(task: Task, plan: Plan, hardware: Hardware, policy: Policy, opt: Contract) -> Iterator[tuple[int, float]]:

@@ -31,9 +31,10 @@ class Option:
         peak_bytes: the most that a rank holds, state included.
         seconds: of a step.
         exposed: seconds of it in which a device waits for transfers.
-        rows_per_s: rows of all ranks a second.
+        rows_per_s: rows of the global batch a second, along its dim 0.
         mfu: operations of the model to those that the devices could do.
         fits: whether a device has as much memory.
+        shared: ranks that have parts of the same rows, where the plan cuts further dims of the batch.
 
     >>> import fshard as fs, torch
     >>> job = {"model": {"w": torch.empty(64, 64, device="meta")}, "batch": torch.empty(8, 64, device="meta")}
@@ -53,6 +54,7 @@ class Option:
     rows_per_s: float
     mfu: float
     fits: bool
+    shared: int = 1
 
     @property
     def shape(self) -> str:
@@ -70,7 +72,7 @@ class Search:
     """What a search found. ``print`` it.
 
     Attributes:
-        options: those that fit first, and of these the one with most rows a second first.
+        options: those that fit first, and of these the one with most rows a second first, longer ones the more.
         refused: meshes, and formats on them, that the plan or the program refused, and why.
         words: what the step would run on.
         task: what policies were tried for in the first option.

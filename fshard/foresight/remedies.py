@@ -8,6 +8,7 @@ from typing import Any
 from fshard.arguments import size_text
 from fshard.errors import PlanError
 from fshard.foresight.foresee import Foresight, on_plan, state_bytes, task_of
+from fshard.runtime.engine.batch import along_rows
 from fshard.schedule.auto import Candidate, tried
 from fshard.schedule.candidates import Task
 from fshard.schedule.simulate import time_text
@@ -66,7 +67,7 @@ def remedies(seen: Foresight, step: TrainStep, remade: Remade | None = None) -> 
         found = held('remat="all": units are computed again in their backward', again, plan)
         yield found
         slim = again if found.peak_bytes < now.peak_bytes else slim
-    if seen.rows > 1:
+    if seen.rows > 1 and along_rows(plan.batch):
         found = held("half the rows in a microbatch, with accumulate= doubled (about)", _of_half_the_rows(task), plan)
         yield found
         slim = _of_half_the_rows(slim) if found.peak_bytes < now.peak_bytes else slim

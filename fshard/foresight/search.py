@@ -13,7 +13,7 @@ from typing import Any
 
 from fshard.arguments import Want, described, expect
 from fshard.errors import PlanError, lines
-from fshard.foresight.foresee import Progress, on_plan, sizes, state_bytes, task_of
+from fshard.foresight.foresee import Progress, on_plan, row_parts, sizes, state_bytes, task_of
 from fshard.foresight.hardware import Hardware
 from fshard.foresight.jobs import Job, job_of
 from fshard.foresight.options import EXACT, Option, Search, shape_of, words_of
@@ -52,7 +52,8 @@ def search(
         progress: is told how far it is.
 
     Returns:
-        The options. A step on more data ranks makes more of a batch: rows a second compare them.
+        The options. A step on more data ranks makes more of a batch: rows a second compare them. Where ranks share
+        rows, whose further dims a plan cuts, rows are as much longer, and count as much more.
 
     Raises:
         PlanError: no mesh, or none that the plan and the program can use; an unknown format; or formats for a job that
@@ -90,9 +91,9 @@ def search(
 
 
 def _order(found: tuple[Option, Task]) -> tuple[float, int]:
-    """Those that fit first, by rows a second; the others by what they hold."""
+    """Those that fit first, by rows a second, longer ones the more; the others by what they hold."""
     option, _ = found
-    return (-option.rows_per_s if option.fits else 0.0, option.peak_bytes)
+    return (-option.rows_per_s * option.shared if option.fits else 0.0, option.peak_bytes)
 
 
 def known_formats(wires: Sequence[Wire | str | None]) -> list[Wire | str | None]:
@@ -227,11 +228,13 @@ def _best(remat: Any, step: TrainStep, batch: Any, task: Task, hardware: Hardwar
         return tried.memory.peak_bytes + int(joined(tried.policy.secondary))
 
     chosen = _fastest(task, _timed(task, costs, builds), held, limit)
-    rows = sizes(batch)[0] * plan.data_size
+    parts, shared = row_parts(plan)
+    rows = sizes(batch)[0] * parts
     seconds = chosen.seconds or math.nan
     mfu = task.flops * task.accumulate / (seconds * hardware.speed_for(plan).peak)
     times = chosen.seconds, chosen.exposed, rows / seconds
-    return Option(plan.mesh, remat, wire, chosen.policy, state + held(chosen), *times, mfu, held(chosen) <= limit)
+    fits = held(chosen) <= limit
+    return Option(plan.mesh, remat, wire, chosen.policy, state + held(chosen), *times, mfu, fits, shared)
 
 
 def _timed(task: Task, costs: Costs, builds: Builds) -> list[Simulation]:

@@ -164,11 +164,22 @@ def _record(path: Path) -> Iterator[Record]:
     yield Record(rank, ranks, entries, schedules, reason, written and written + clock, lost, "; ".join(damage))
 
 
+def of_one_job(records: Sequence[Record]) -> tuple[list[Record], list[Record]]:
+    """The records of the newest job, and those of others that had other numbers of ranks and used the same folder."""
+    ranks = max(records, key=lambda record: record.entries[-1].time if record.entries else -math.inf).ranks
+    mine = [record for record in records if record.ranks in (ranks, 0) and record.rank < (ranks or math.inf)]
+    return mine, [record for record in records if record not in mine]
+
+
 def verdict(records: Sequence[Record]) -> str:
     """Who waits for whom, in words of the schedule: when the first rank gave up, if one did; else now."""
+    records, others = of_one_job(records)
     first, there = first_lost(records), [record for record in records if record.entries]
     known = {record.rank: until(record, first) for record in there}
     lines = [f"{ranks_text([record.rank])}: {record.damage}" for record in records if record.damage]
+    for ranks in sorted({record.ranks for record in others}):
+        left = [record.rank for record in others if record.ranks == ranks]
+        lines.append(f"{ranks_text(left)} of another job, of {ranks or 'more'} ranks: left out")
     if not known:
         return "\n".join([*lines, "no rank has come to an op"])
     unread = [record.rank for record in records if record.damage and not record.entries]

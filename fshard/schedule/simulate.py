@@ -31,7 +31,7 @@ from fshard.schedule.clock import Clock, Fleet, Ticks
 from fshard.schedule.costs import Costs, Noise
 from fshard.schedule.ops import LOCAL, ROOT, Op
 from fshard.schedule.schedule import Schedule
-from fshard.schedule.transfers import awaited
+from fshard.schedule.transfers import Transfer, awaited
 from fshard.schedule.wires import covered
 from fshard.sharding.mesh import Mesh
 
@@ -96,21 +96,21 @@ class Simulation:
     @property
     def sent_by_axes(self) -> dict[str, int]:
         """Bytes that a rank sends, by the mesh axes that they go over."""
-        moves = {(move.kind, group.name): move for group in self.schedule.groups for move in group.transfers}
-        found: Counter[str] = Counter()
+        moves, found = _travelling(self.schedule), Counter[str]()
         for op in self.schedule:
             move = moves.get((op.kind, op.target))
-            if move is not None and move.sent and move.row.link:
+            if move is not None:
                 found[move.axes] += move.sent
         found.update(between(self.schedule))
         return dict(found.most_common())
 
     def waits(self) -> list[tuple[float, Op]]:
         """The ops that hold the device for a transfer, longest first, and for how long."""
-        held, arrived = [], {}
+        held, arrived, travel = [], {}, _travelling(self.schedule)
         for op, start, end in zip(self.schedule, self.issued, self.ends, strict=True):
             arrived[op.kind, op.target], row = end, awaited(op.kind)
-            if row is not None and end > start and (row.link or arrived[row.name, op.target] > start):
+            moved = None if row is None else (row.name, op.target)
+            if moved and end > start and (moved in travel or arrived[moved] > start):  # else it is a copy that is done
                 held.append((end - start, op))
         return sorted(held, key=lambda pair: -pair[0])
 
@@ -138,7 +138,8 @@ def simulate(schedule: Schedule, costs: Costs, mesh: Mesh | None = None, noise: 
     Args:
         schedule: the schedule.
         costs: what its ops cost.
-        mesh: with ``noise``, the ranks: an abstract mesh will do, of up to some ten thousand.
+        mesh: with ``noise``, the ranks: that which the schedule was made for, of up to some ten thousand. An abstract
+            mesh will do.
         noise: how ranks differ. Without it they are alike, and one is simulated for all.
 
     Returns:
@@ -193,6 +194,12 @@ def _lacking(kind: str, targets: set[str], costs: Costs) -> list[str]:
     named = {target for each, target in costs.seconds if each == kind} - {ROOT}
     lacking = sorted(targets - named - {ROOT}) if named and "" not in named else []
     return [f"{kind} {target}: not in the costs" for target in lacking]
+
+
+def _travelling(schedule: Schedule) -> dict[tuple[str, str], Transfer]:
+    """The transfers that send something to other ranks, by kind and group."""
+    every = [(group.name, move) for group in schedule.groups for move in group.transfers]
+    return {(move.kind, name): move for name, move in every if move.sent and move.row.link}
 
 
 def between(schedule: Schedule) -> Counter[str]:

@@ -35,7 +35,7 @@ from fshard.runtime.execution.executor import diverged
 from fshard.runtime.steps import raise_failure
 from fshard.runtime.steps.consensus import CUT, FAILED, OK
 from fshard.runtime.steps.refusals import unlike_losses
-from fshard.runtime.steps.rows import Rows, rows_of, uneven_rows
+from fshard.runtime.steps.rows import NUMBERS, Rows, rows_of, uneven_rows
 from fshard.sharding.plan import Plan
 from fshard.state.equal import Equal
 from fshard.transform.gather import Resharding, Versions, gather_all
@@ -277,9 +277,9 @@ def _handshake(
 def _mean_row(batch: Any, loss: Loss | None, rows: Rows) -> list[int]:
     """What losses with a common mean have in common, and the sizes of the batch; zeros where there is no plain mean."""
     if loss is None:
-        return [0] * 7
+        return [0] * (3 + NUMBERS)
     weighted = loss.count is not None
-    return [int(weighted), *fingerprint(loss.aux), *([0] * 4 if weighted else rows.numbers(batch))]
+    return [int(weighted), *fingerprint(loss.aux), *([0] * NUMBERS if weighted else rows.numbers(batch))]
 
 
 def _written(what: list[str]) -> UnitError:

@@ -6,16 +6,18 @@ from pathlib import Path
 
 import pytest
 
+from fshard.cli.main import main
 from fshard.schedule import Call, GroupInfo, Policy, Program, Schedule, Transfer, build
 from fshard.schedule.flight import HEADER, OVER, RECORD, read_records, schedule_name, verdict
 
 
-def two(folder: Path, last: int = OVER) -> Schedule:
-    """Records of two ranks, in which rank 0 has come to an op, and rank 1 has ended."""
+def two(folder: Path, last: int = OVER, ranks: int = 2, clock: float = 100.0) -> Schedule:
+    """Records of two ranks or more, in which rank 0 has come to an op, and the others have ended."""
+    folder.mkdir(exist_ok=True)
     group = GroupInfo("layer", 200, 100, 0, False, (Transfer("all_gather", "state", "param", sent=100),))
     schedule = build(Program((Call("layer"),), (), {"layer": (0,)}), [group], Policy(), train=False)
-    for rank, op in enumerate([last, OVER]):
-        head = json.dumps({"rank": rank, "ranks": 2, "clock": 100.0}).encode().ljust(HEADER)
+    for rank, op in enumerate([last] + [OVER] * (ranks - 1)):
+        head = json.dumps({"rank": rank, "ranks": ranks, "clock": clock}).encode().ljust(HEADER)
         rows = [RECORD.pack(1.0 + at, 7, at, 5) for at in range(2)] + [RECORD.pack(3.0, 7, op, 5)]
         (folder / f"rank{rank}.flight").write_bytes(head + b"".join(rows))
         (folder / schedule_name(rank, 5)).write_text(str(schedule))
@@ -60,3 +62,25 @@ def test_a_folder_is_no_record(tmp_path: Path) -> None:
     two(tmp_path)
     (tmp_path / "rank2.flight").mkdir()
     assert told(tmp_path).startswith("nobody waits")
+
+
+def test_records_of_an_earlier_job_of_more_ranks_are_left_out(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    two(tmp_path, ranks=4, clock=50.0)
+    (tmp_path / "rank3.flight").write_bytes(b"")
+    two(tmp_path)
+    assert main(["trace", str(tmp_path)]) == 0
+    text = capsys.readouterr().out
+    assert "rank 2 of another job, of 4 ranks: left out" in text and "rank 3 of another job, of more ranks" in text
+    assert "nobody waits" in text and "of 2 ranks:" in text and "rank 2" not in (tmp_path / "trace.json").read_text()
+
+
+def test_records_of_an_earlier_job_of_fewer_ranks_are_left_out(tmp_path: Path) -> None:
+    two(tmp_path, ranks=4)
+    for rank in (2, 3):
+        (tmp_path / f"rank{rank}.flight").unlink()
+    for path in two(tmp_path / "first", clock=50.0) and sorted((tmp_path / "first").glob("rank1.flight")):
+        path.rename(tmp_path / path.name)
+    text = told(tmp_path)
+    assert "rank 1 of another job, of 2 ranks: left out" in text and "ranks 1, 2 and 3 left no record here" in text

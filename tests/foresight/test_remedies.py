@@ -60,6 +60,12 @@ def test_host_memory_is_what_rules_that_say_so_would_do(words: str, rule: dict[s
     assert remedy.peak_bytes < seen.held(seen.least) and remedy.seconds > seen.least.seconds
 
 
+def test_rows_are_halved_where_steps_can_cut_them() -> None:
+    words, batch = "half the rows in a microbatch, with accumulate= doubled", torch.empty(8, 4, 64, device="meta")
+    for spec, cut in ((fs.P("data"), True), (fs.P(None, "data"), False)):
+        assert (words in found(job(batch=batch, batch_spec=spec))[1]) is cut
+
+
 def test_recomputation_is_timed_as_the_step_that_does_it() -> None:
     seen, changes = found(job())
     step, batch = job().step(MESH, remat="all")

@@ -56,6 +56,26 @@ def test_every_option_is_what_the_mesh_alone_gives() -> None:
     assert [o.rows_per_s for o in together.options] == sorted((o.rows_per_s for o in together.options), reverse=True)
 
 
+@pytest.mark.parametrize(
+    ("spec", "parts", "shared"), [(fs.P("data"), 4, 1), (fs.P("data", "cp"), 4, 2), (fs.P(None, ("data", "cp")), 1, 8)]
+)
+def test_rows_are_those_of_dim_0_however_many_ranks_share_them(spec: Any, parts: int, shared: int) -> None:
+    mesh, batch = fs.abstract_mesh((4, 2), ("data", "cp")), torch.empty(3, 16, WIDTH, device="meta")
+    rules = [fs.Rule(".*", fs.fsdp("data"))] if "cp" not in spec.axes else None
+    option = fs.sim.search(job(batch=batch, batch_spec=spec, rules=rules), [mesh], FAST, remats=[None]).best
+    assert (option.rows_per_s, option.shared) == (pytest.approx(3 * parts / option.seconds), shared)
+
+
+def test_longer_rows_count_the_more() -> None:
+    """The same work, in more rows or in longer ones: what takes less comes first."""
+    batch = torch.empty(4, 512, WIDTH, device="meta")
+    made = lambda mesh: job(batch=batch, batch_spec=fs.P(*mesh.axis_names))  # noqa: E731
+    meshes = [fs.abstract_mesh(sizes, ("data", "cp")) for sizes in ((16, 1), (2, 8), (8, 2))]
+    found = fs.sim.search(made, meshes, SLOW, remats=[None]).options
+    assert [each.seconds for each in found] == sorted(each.seconds for each in found)
+    assert all(each.shared * each.rows_per_s * each.seconds == pytest.approx(64) for each in found)
+
+
 def test_a_slow_link_between_hosts_prefers_replicas_or_secondary_shards() -> None:
     best = fs.sim.search(job(), 16, SLOW, remats=[None]).best
     assert len(best.mesh.axis_names) == 2, best

@@ -270,11 +270,13 @@ def test_what_cannot_be_cut_is_named() -> None:
 def test_what_is_uneven_is_said() -> None:
     """Unequal samples on any ranks, and unequal parts of samples on ranks that share them."""
     rows = Rows((1,), (0, 0, 1, 1))
-    text = str(uneven_rows(rows.uneven([[1, 8, 0, 4], [2, 8, 0, 4], [1, 8, 0, 4], [1, 8, 0, 4]])))
+    same, other = [1, 2, 8, 0, 4], [2, 2, 8, 0, 4]
+    text = str(uneven_rows(rows.uneven([same, other, same, same])))
     assert "first tensor has 8 rows on every rank, but others differ" in text
-    assert "rank 1: 9 rows" in str(uneven_rows(rows.uneven([[1, 8, 0, 4], [2, 9, 0, 4]])))
-    assert not rows.uneven([[1, 8, 5, 4], [1, 8, 5, 4], [1, 8, 6, 7], [1, 8, 6, 7]])
-    text = str(uneven_rows(rows.uneven([[1, 8, 5, 4], [1, 8, 6, 3], [1, 8, 7, 9], [1, 8, 7, 9]])))
+    assert "rank 1: 9 rows" in str(uneven_rows(rows.uneven([same, [2, 2, 9, 0, 4]])))
+    assert "rank 0: 2 tensors\n  rank 1: 3 tensors" in str(uneven_rows(rows.uneven([same, [2, 3, 8, 0, 4]])))
+    assert not rows.uneven([[1, 2, 8, 5, 4], [1, 2, 8, 5, 4], [1, 2, 8, 6, 7], [1, 2, 8, 6, 7]])
+    text = str(uneven_rows(rows.uneven([[1, 2, 8, 5, 4], [1, 2, 8, 6, 3], [1, 2, 8, 7, 9], [1, 2, 8, 7, 9]])))
     assert "rank 1: 3 along dim 1" in text
 
 

@@ -13,6 +13,9 @@ from fshard.runtime.engine import leading_dims
 from fshard.sharding.mesh import Mesh
 from fshard.sharding.spec import P, axes_of
 
+NUMBERS = 5
+"""How many numbers a rank tells of its batch."""
+
 
 @dataclass(frozen=True)
 class Rows:
@@ -33,11 +36,11 @@ class Rows:
         """What a rank tells of its batch."""
         firsts = leading_dims(batch)
         if not self.further:  # on the path of every step
-            return [digest(firsts), _first(firsts), 0, 0]
+            return [digest(firsts), len(firsts), _first(firsts), 0, 0]
         sizes = [
             x.shape[dim] for x in tree.leaves(batch) if isinstance(x, Tensor) for dim in self.further if dim < x.ndim
         ]
-        return [digest(firsts), _first(firsts), digest(sizes), _first(sizes)]
+        return [digest(firsts), len(firsts), _first(firsts), digest(sizes), _first(sizes)]
 
     def uneven(self, told: Sequence[Sequence[int]]) -> list[str]:
         """How the batches are unequal, a line a rank; nothing if they are not.
@@ -46,17 +49,19 @@ class Rows:
             told: the ``numbers`` of each rank.
         """
         if any(row[0] != told[0][0] for row in told):
-            firsts = [row[1] for row in told]
+            counts, firsts = [row[1] for row in told], [row[2] for row in told]
+            if len(set(counts)) > 1:
+                return [f"rank {rank}: {count} tensors" for rank, count in enumerate(counts)]
             if len(set(firsts)) == 1:
                 return [f"the batch's first tensor has {firsts[0]} rows on every rank, but others differ"]
             return [f"rank {rank}: {_count(first)} rows" for rank, first in enumerate(firsts)]
         if not self.further:
             return []
         met: dict[int, int] = {}
-        if all(met.setdefault(share, row[2]) == row[2] for share, row in zip(self.shared, told, strict=True)):
+        if all(met.setdefault(share, row[3]) == row[3] for share, row in zip(self.shared, told, strict=True)):
             return []
         dim = self.further[0]
-        return [f"rank {rank}: {_count(row[3])} along dim {dim}, which is cut, too" for rank, row in enumerate(told)]
+        return [f"rank {rank}: {_count(row[4])} along dim {dim}, which is cut, too" for rank, row in enumerate(told)]
 
 
 def rows_of(spec: P, mesh: Mesh) -> Rows:
