@@ -176,10 +176,7 @@ def verdict(records: Sequence[Record]) -> str:
     records, others = of_one_job(records)
     first, there = first_lost(records), [record for record in records if record.entries]
     known = {record.rank: until(record, first) for record in there}
-    lines = [f"{ranks_text([record.rank])}: {record.damage}" for record in records if record.damage]
-    for ranks in sorted({record.ranks for record in others}):
-        left = [record.rank for record in others if record.ranks == ranks]
-        lines.append(f"{ranks_text(left)} of another job, of {ranks or 'more'} ranks: left out")
+    lines = [*_unusable(records, others)]
     if not known:
         return "\n".join([*lines, "no rank has come to an op"])
     unread = [record.rank for record in records if record.damage and not record.entries]
@@ -188,6 +185,14 @@ def verdict(records: Sequence[Record]) -> str:
     gave_up = [rank for rank, record in known.items() if record.lost and record.written <= first + NEAR]
     lines += filter(None, [_awaited(known, missing, gave_up, unread)])
     return "\n".join([*lines, *_rows(there, known, first)])
+
+
+def _unusable(records: Sequence[Record], others: Sequence[Record]) -> Iterator[str]:
+    """What is wrong with records, and which are of other jobs."""
+    yield from (f"{ranks_text([record.rank])}: {record.damage}" for record in records if record.damage)
+    for ranks in sorted({record.ranks for record in others}):
+        left = [record.rank for record in others if record.ranks == ranks]
+        yield f"{ranks_text(left)} of another job, of {ranks or 'more'} ranks: left out"
 
 
 def _missing(records: Sequence[Record], found: Collection[int]) -> list[int]:

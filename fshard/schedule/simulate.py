@@ -99,7 +99,7 @@ class Simulation:
         moves, found = _travelling(self.schedule), Counter[str]()
         for op in self.schedule:
             move = moves.get((op.kind, op.target))
-            if move is not None:
+            if move is not None and move.row.link:
                 found[move.axes] += move.sent
         found.update(between(self.schedule))
         return dict(found.most_common())
@@ -109,8 +109,10 @@ class Simulation:
         held, arrived, travel = [], {}, _travelling(self.schedule)
         for op, start, end in zip(self.schedule, self.issued, self.ends, strict=True):
             arrived[op.kind, op.target], row = end, awaited(op.kind)
-            moved = None if row is None else (row.name, op.target)
-            if moved and end > start and (moved in travel or arrived[moved] > start):  # else it is a copy that is done
+            if row is None or end <= start:
+                continue
+            moved = row.name, op.target
+            if (row.link and moved in travel) or arrived[moved] > start:  # else it is a copy that is done
                 held.append((end - start, op))
         return sorted(held, key=lambda pair: -pair[0])
 
@@ -197,9 +199,8 @@ def _lacking(kind: str, targets: set[str], costs: Costs) -> list[str]:
 
 
 def _travelling(schedule: Schedule) -> dict[tuple[str, str], Transfer]:
-    """The transfers that send something to other ranks, by kind and group."""
-    every = [(group.name, move) for group in schedule.groups for move in group.transfers]
-    return {(move.kind, name): move for name, move in every if move.sent and move.row.link}
+    """The transfers that send something, by kind and group."""
+    return {(move.kind, group.name): move for group in schedule.groups for move in group.transfers if move.sent}
 
 
 def between(schedule: Schedule) -> Counter[str]:
