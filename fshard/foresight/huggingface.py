@@ -66,7 +66,11 @@ def hugging_face(
     )
     model = split(module.train(), units="auto")
 
+    tracks = any(getattr(each, "track_running_stats", False) for each in module.modules())
+
     def loss(params: Any, batch: Any) -> Any:
+        if tracks:  # what the norms of a batch change is no part of a plan
+            return loss_of(model.apply(params, buffers=model.buffers, **batch, **given)[0])
         return loss_of(model.apply(params, **batch, **given))
 
     chosen = Precision(compute=torch.bfloat16) if short else None

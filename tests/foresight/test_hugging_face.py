@@ -68,6 +68,10 @@ MODELS: dict[str, tuple[dict[str, Any], str]] = {
         },
         "Mamba2ForCausalLM of ",
     ),
+    "resnet": (  # its norms change buffers
+        {"model_type": "resnet", "embedding_size": 8, "hidden_sizes": [8, 16], "depths": [1, 1], "layer_type": "basic"},
+        "ResNetForImageClassification of FILE, given pixel_values bfloat16 [2, 3, 224, 224], labels int64 [2]",
+    ),
 }
 
 
