@@ -13,6 +13,20 @@ from fshard import tree
 from fshard.runtime.engine.flops import formula
 from fshard.schedule.footprint import Need
 
+_ATEN = torch.ops.aten
+
+OVERWRITES = frozenset(
+    [
+        _ATEN.copy_.default,
+        _ATEN._foreach_copy_.default,
+        _ATEN.zero_.default,
+        _ATEN._foreach_zero_.default,
+        _ATEN.fill_.Scalar,
+        _ATEN.fill_.Tensor,
+    ]
+)
+"""Operators that write to their first argument, and do not read it."""
+
 
 class _Bare:
     """The peak since a turn as unit graphs have it: see ``Need.bare``. Storages have numbers.
@@ -151,7 +165,8 @@ class Activations(TorchDispatchMode):
             self.again += flops if self.backward and torch.is_grad_enabled() else 0
         elif not getattr(func, "is_view", False):
             made = _bytes(out) or _written(func, args)
-            self.moved += _bytes(args) + made if made else 0  # else it asks for a device, or the like
+            read = args[1:] if func in OVERWRITES else args
+            self.moved += _bytes(read) + made if made else 0  # else it asks for a device, or the like
         return out
 
     def _note(self, x: Tensor) -> None:
@@ -192,7 +207,14 @@ def _bytes(values: Any) -> int:
 
 
 def _written(func: Any, args: Sequence[Any]) -> int:
-    """The bytes that an operator without results writes: fused updates have none, and write to what they are given."""
+    """The bytes that an operator without results writes: fused updates have none, and write to what they are given.
+
+    Gradients are among these in their schemas, but are written where a scale is given alone.
+    """
     schema = getattr(func, "_schema", None)
     given = zip(schema.arguments, args, strict=False) if schema is not None and not schema.returns else ()
-    return sum(_bytes(value) for known, value in given if known.alias_info is not None and known.alias_info.is_write)
+    return sum(_bytes(value) for known, value in given if _is_written(known) and known.name != "grads")
+
+
+def _is_written(known: Any) -> bool:
+    return known.alias_info is not None and bool(known.alias_info.is_write)
