@@ -17,13 +17,13 @@ from fshard.arguments import size_text
 from fshard.errors import PlanError
 from fshard.foresight.blame import named
 from fshard.foresight.feeding import LONGEST
-from fshard.foresight.foresee import Foresight, Progress, foresee
-from fshard.foresight.hardware import THREAD, Hardware, hardware
+from fshard.foresight.foresee import GPU, Foresight, Progress, foresee
+from fshard.foresight.hardware import Hardware, hardware
 from fshard.foresight.huggingface import hugging_face
 from fshard.foresight.jobs import Job, read_job, takes_mesh
 from fshard.foresight.options import SHOWN, Option, Search
 from fshard.foresight.page import write_page
-from fshard.foresight.remedies import Remedy, largest, none_will_do, remedies
+from fshard.foresight.remedies import Remedy, closing, largest, remedies
 from fshard.foresight.report import as_json, sections
 from fshard.foresight.search import known_formats, search
 from fshard.schedule.costs import read_costs
@@ -178,7 +178,7 @@ def read_mesh(text: str) -> Mesh:
         raise PlanError(f"--mesh {text!r}: give ranks along each axis, as 1024, 64x8 or replica=4,data=8")
     if math.prod(sizes) > MOST_RANKS:
         raise PlanError(f"--mesh {text!r} has {math.prod(sizes):,} ranks: give at most {MOST_RANKS:,}")
-    return abstract_mesh(sizes, names)
+    return abstract_mesh(sizes, names, device=GPU)
 
 
 def read_wires(texts: Sequence[str], searched: bool = True) -> list[Wire | str | None]:
@@ -225,7 +225,7 @@ def read_hardware(args: argparse.Namespace) -> Hardware:
     room = bytes_of(args.communicator) if args.communicator else COMMUNICATOR
     short = None if args.precision is None and args.job else args.precision != "fp32"
     links = args.link, args.inside, args.per_host
-    host = bytes_of(args.host) if args.host else THREAD
+    host = None if args.host is None else bytes_of(args.host)
     found = hardware(args.device, *links, memory, args.products, args.share, short, costs, room, host)
     return replace(found, costs_of=f"the costs of {args.costs}") if costs else found
 
@@ -271,7 +271,7 @@ def _print(seen: Foresight, found: Sequence[Remedy]) -> None:
         )
         print("\n".join(f"  {line}" for line in largest(seen)))
         print("what would change it:")
-        print("\n".join([*(f"  {remedy}" for remedy in found), *none_will_do(found)]))
+        print("\n".join([*(f"  {remedy}" for remedy in found), *closing(seen, found)]))
 
 
 def _table(title: str, head: Sequence[str], rows: Sequence[Sequence[str]]) -> None:

@@ -12,6 +12,7 @@ from fshard import tree
 from fshard.errors import PlanError
 from fshard.foresight.hardware import Hardware
 from fshard.optim.contract import Contract, contract
+from fshard.runtime.execution.trace import on_device
 from fshard.runtime.execution.update_memory import state_needs, update_needs
 from fshard.runtime.memory.optimizer_layout import beside_bytes, shard_bytes
 from fshard.schedule.auto import Candidate, tried
@@ -28,6 +29,9 @@ from fshard.sharding.mesh import Axes, abstract_mesh
 from fshard.sharding.plan import Plan
 from fshard.sharding.spec import axes_of
 from fshard.training.step import TrainStep
+
+GPU = "cuda"
+"""The device of meshes that are foreseen."""
 
 Progress = Callable[[str, float], object]
 """Told what is under way, and how much of it is done, from 0 to 1."""
@@ -143,7 +147,7 @@ def foresee(
         PlanError: the program depends on values of tensors.
     """
     progress("the program, on tensors without data", 0.0)
-    plan = step.plan
+    plan = for_gpus(step.plan)
     task = task_of(step, step.trace(batch), plan) if task is None else task
     costs = hardware.of(task, plan)
     every = [*candidates(task, "deferred")]
@@ -175,6 +179,11 @@ def foresee(
         task,
         host_bytes=host_bytes(step, plan),
     )
+
+
+def for_gpus(plan: Plan) -> Plan:
+    """The same plan for GPUs, whose collectives need less staging: devices that are foreseen are GPUs."""
+    return on_device(plan, GPU)
 
 
 def task_of(step: TrainStep, found: Trace, plan: Plan) -> Task:
@@ -257,7 +266,7 @@ def scaling(task: Task, plan: Plan, hardware: Hardware, policy: Policy, opt: Con
     first, *rest = plan.mesh.sizes
     sizes = sorted({max(first >> shift, 1) for shift in range(first.bit_length())})
     for size in sizes[-8:]:
-        mesh = abstract_mesh((size, *rest), plan.mesh.axis_names)
+        mesh = abstract_mesh((size, *rest), plan.mesh.axis_names, device=GPU)
         smaller = plan.source.plan(mesh, plan.batch, plan.precision)
         groups = group_infos(smaller, secondary=policy.secondary)
         schedule = build(task.program, groups, policy, task.accumulate)

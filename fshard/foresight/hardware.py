@@ -3,19 +3,18 @@
 import math
 from dataclasses import dataclass, replace
 
-from fshard.arguments import size_text
+from fshard.arguments import expect, size_text
 from fshard.errors import PlanError, lines
+from fshard.foresight.host_memory import frozen_seconds, host_copies, update_seconds
 from fshard.foresight.packing import packing_seconds
 from fshard.schedule.auto import Candidate
 from fshard.schedule.candidates import Task
 from fshard.schedule.costs import Costs
-from fshard.schedule.footprint import Need
 from fshard.schedule.infos import between, communicators
 from fshard.schedule.machines import COMMUNICATOR, Cluster, Speed, foreseen_costs, named_device, named_link, speed
 from fshard.schedule.ops import ROOT
 from fshard.schedule.transfers import moves
 from fshard.sharding.kinds import Kinds
-from fshard.sharding.layout import Group
 from fshard.sharding.mesh import Axes
 from fshard.sharding.plan import Plan
 
@@ -72,8 +71,13 @@ class Hardware:
         words = self.words if self.whole is None else self.words + _products(speed is not self.whole)
         if all(group.kinds == Kinds() for group in plan.groups):
             return words
-        to, there = size_text(int(speed.copies_per_s)), size_text(int(self.host.bytes_per_s))
-        return f"{words}; {to} a second to a rank's host and from it, {there} a second in updates there"
+        return f"{words}; {self.host_words(plan)}"
+
+    def host_words(self, plan: Plan) -> str:
+        """The rates of host memory. Measured costs have updates in them."""
+        words = f"{size_text(int(self.speed_for(plan).copies_per_s))} a second to a rank's host and from it"
+        there = f", {size_text(int(self.host.bytes_per_s))} a second in updates there"
+        return words + (there if self.costs is None else "")
 
     def of(self, task: Task, plan: Plan) -> Costs:
         """What ops cost on it, what packs and unpacks formats and what updates parameters included.
@@ -81,28 +85,21 @@ class Hardware:
         Raises:
             PlanError: the costs are those of another program.
         """
-        speed = self.speed_for(plan)
-        links, packing = self.cluster.links(plan.mesh), packing_seconds(plan, task.stages, speed)
-        copies = host_copies(plan, task, speed)
+        speed, stages = self.speed_for(plan), task.stages
+        links, packing = self.cluster.links(plan.mesh), packing_seconds(plan, stages, speed)
+        copies = host_copies(plan, stages, speed)
         if self.costs is None:
-            units = foreseen_costs(task.stages, task.needs, speed, links)
-            updated = {plan.groups[number].name for number in task.stages.updates if number < len(plan.groups)}
+            units = foreseen_costs(stages, task.needs, speed, links)
+            updated = {plan.groups[number].name for number in stages.updates if number < len(plan.groups)}
             for group in [group for group in plan.groups if group.name in updated & task.updates.keys()]:
-                seconds = self._update_seconds(group, task.updates[group.name], speed)
+                seconds = update_seconds(group, task.updates[group.name], speed, self.host)
                 packing["update", group.name] = packing.get(("update", group.name), 0.0) + seconds
-            return replace(units, seconds={**units.seconds, **packing}, copies=copies)
+            around = frozen_seconds(plan, stages, self.host)
+            return replace(units, seconds={**units.seconds, **packing}, copies=copies, host=around)
         check_costs(self.costs, task, self.costs_of)
         moved = {op: seconds for op, seconds in packing.items() if moves(op[0])}  # its updates were measured
+        copies |= self.costs.copies
         return self.costs.over(Costs(moved, links=links, processors=self.costs.processors, copies=copies))
-
-    def _update_seconds(self, group: Group, need: Need, speed: Speed) -> float:
-        """What an update takes where it runs. What is gathered from the host in a shorter dtype is cast there."""
-        if not group.offloaded:
-            return speed.seconds(need)
-        cast = group.chunk * (group.dtype.itemsize + group.compute_dtype.itemsize)
-        shorter = group.kinds.hosted and group.compute_dtype != group.dtype
-        copied = need.copied / speed.copies_per_s
-        return copied + self.host.seconds(replace(need, moved=need.moved + cast * shorter, copied=0))
 
     def held(self, plan: Plan, tried: Candidate, task: Task) -> int:
         """Bytes that a policy holds beside the state, communicators included."""
@@ -111,20 +108,6 @@ class Hardware:
     def joined(self, plan: Plan, secondary: Axes, task: Task) -> int:
         """Bytes of communicators, with secondary shards over these axes."""
         return self.communicator * (len(communicators(plan, secondary, task.axes)) + len(between(task.groups)))
-
-
-def host_copies(plan: Plan, task: Task, speed: Speed) -> dict[tuple[str, str], float]:
-    """The seconds of copies between a device and the memory of its host beside compute, by the op that starts them."""
-    found = {}
-    read = {number for ids in task.stages.reads.values() for number in ids}
-    for group in plan.groups:
-        if group.id in read and group.kinds.hosted and group.travels:
-            form = group.wires.get("all_gather")
-            size = group.chunk * group.compute_dtype.itemsize if form is None else form.nbytes(group.chunk)
-            found["all_gather", group.name] = size / speed.copies_per_s
-        if group.id in task.stages.updates and group.offloaded and group.owned.chunk:
-            found["offload", group.name] = group.owned.chunk * group.dtype.itemsize / speed.copies_per_s
-    return found
 
 
 def check_costs(costs: Costs, task: Task, name: str) -> None:
@@ -157,7 +140,7 @@ def hardware(
     short: bool | None = None,
     costs: Costs | None = None,
     communicator: int = COMMUNICATOR,
-    host: float = THREAD,
+    host: float | None = None,
 ) -> Hardware:
     """What a step would run on, by names.
 
@@ -174,11 +157,11 @@ def hardware(
         costs: measured costs of the units.
         communicator: bytes of a device that each communicator takes. The default is what NCCL took on four A100
             (NVIDIA/nccl, issue 964); yours may take less.
-        host: bytes a second that updates read and write in host memory, on one rank. The default is about what one
-            thread does, and ``torchrun`` starts ranks with one.
+        host: bytes a second that updates read and write in host memory, on one rank. The default is ``THREAD``, about
+            what one thread does, and ``torchrun`` starts ranks with one. Measured costs have updates in them.
 
     Raises:
-        PlanError: an unknown name, a share that is none, or a rate that is not positive.
+        PlanError: an unknown name, a share that is none, a rate that is not positive, or one beside measured costs.
 
     >>> hardware("h100", inside="nvlink4").memory
     80000000000
@@ -187,8 +170,10 @@ def hardware(
     if not 0 < products <= 1:
         raise PlanError(f"products={products} is no share of a peak: give a number up to 1")
     cluster = Cluster(named_link(link), named_link(inside) if inside else None, per_host, share)
-    if not 0 < host < math.inf:
-        raise PlanError(f"host={host}: give bytes a second, such as 10e9")
+    expect("fs.sim.hardware(device)", [("host", host, (int, float, type(None)), "bytes a second, such as 10e9")])
+    if host is not None and (costs is not None or not 0 < host < math.inf):
+        what = "updates are in the measured costs: leave one out" if costs else "give bytes a second, such as 10e9"
+        raise PlanError(f"host={host}: {what}")
     words = (
         f"{device} at {products:.0%} of its peak in products; {link} between hosts, {inside or link} inside, "
         f"{per_host} ranks a host, {share:.0%} of the rates of links, {size_text(communicator)} a communicator"
@@ -196,7 +181,7 @@ def hardware(
     limit = found.memory if memory is None else memory
     fast, whole = speed(found, short is not False, products), speed(found, False, products)
     words += "" if short is None else _products(short)
-    there = Speed(THREAD_FLOPS, host, THREAD_FLOPS)
+    there = Speed(THREAD_FLOPS, host or THREAD, THREAD_FLOPS)
     made = Hardware(fast, cluster, limit, words, costs, communicator, host=there)
     return replace(made, whole=whole) if short is None else made
 

@@ -1,5 +1,6 @@
 """What ``fshard plan`` is asked about: a step and a batch, from a file of the user's or a configuration."""
 
+import functools
 import importlib.util
 import inspect
 import sys
@@ -16,6 +17,7 @@ from fshard.arguments import described
 from fshard.errors import PlanError
 from fshard.foresight.blame import named
 from fshard.optim.adamw import adamw
+from fshard.runtime.execution.trace import on_device
 from fshard.sharding.mesh import Axes, Mesh
 from fshard.sharding.plan import Plan, make_plan
 from fshard.sharding.rules import Rule
@@ -83,10 +85,10 @@ class Job:
         return make_plan(self.model, mesh, rules, batch=spec, precision=self.precision, units=units, wire=self.wire)
 
     def step_of(self, plan: Plan, **options: Any) -> tuple[TrainStep, Any]:
-        """The step of a plan, and a rank's batch."""
+        """The step of a plan, and a rank's batch. It is for the CPU, where batches and buffers of modules are."""
         opt = self.optimizer or adamw(1e-3)
         given = {"accumulate": self.accumulate, "remat": self.remat, **options}
-        return make_train_step(self.loss, opt, plan, **given), tree.map(_real, self.batch)
+        return make_train_step(self.loss, opt, on_device(plan, "cpu"), **given), tree.map(_real, self.batch)
 
     def in_format(self, name: str, mesh: Mesh) -> Plan:
         """Where the leaves are, with gathers and reductions in a format.
@@ -138,7 +140,9 @@ def job_of(where: str, made: Any) -> "Job | tuple[TrainStep, Any]":
     if isinstance(made, Job):
         return made
     if isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], TrainStep):
-        return made[0], tree.map(_real, made[1])
+        mesh = made[0].plan.mesh
+        device = mesh.device.type if mesh.device_here else "cpu"
+        return made[0], tree.map(functools.partial(_real, device=device), made[1])
     if isinstance(made, Mapping):
         return _job(where, made)
     raise PlanError(
@@ -185,6 +189,8 @@ def _cut(mesh: Mesh) -> Axes:
     return tuple(axis for axis in mesh.axis_names if axis != "replica") or mesh.axis_names
 
 
-def _real(x: Any) -> Any:
-    """A tensor on the meta device, as zeros: a batch is small, and its values do not matter."""
-    return torch.zeros(x.shape, dtype=x.dtype, device="cpu") if isinstance(x, Tensor) and x.is_meta else x
+def _real(x: Any, device: str = "cpu") -> Any:
+    """A tensor that is elsewhere, as zeros: a batch is small, and its values do not matter."""
+    if not isinstance(x, Tensor) or x.device.type == device:
+        return x
+    return torch.zeros(x.shape, dtype=x.dtype, device=device)

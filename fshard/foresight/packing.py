@@ -62,14 +62,14 @@ def _gathers(group: Group) -> Work:
 def _updates(group: Group) -> Work:
     """A shard is packed once an update, however often it is gathered."""
     form = group.wires.get("all_gather")
-    if form is not None and group.packed is None:
-        yield "update", _packed(form, group.dtype, group.chunk)
+    if form is not None and group.packed is None and not group.kinds.hosted:  # the host packs what it keeps
+        yield "update", packed_need(form, group.dtype, group.chunk)
         if not group.gathered:  # it is rounded where it lies
             yield "update", _unpacked(form, group.compute_dtype, group.chunk)
     form, own = group.wires.get("update_gather"), group.owned.chunk
     if form is not None and group.opt_parts > 1:
         yield "update_gather", _moved(3 * own * group.dtype.itemsize)  # the difference
-        yield "update_gather", _packed(form, group.dtype, own)
+        yield "update_gather", packed_need(form, group.dtype, own)
         yield "wait update_gather", _unpacked(form, group.dtype, group.chunk, add=True)
 
 
@@ -77,7 +77,7 @@ def _reductions(group: Group, mesh: Mesh, add: bool) -> Work:
     """Gradients on their way to be summed; ``add`` says whether microbatches are added up."""
     form = group.wires.get("reduce_scatter")
     if form is not None and group.scatter_parts > 1:
-        yield "reduce_scatter", _packed(form, group.dtype, group.numel)
+        yield "reduce_scatter", packed_need(form, group.dtype, group.numel)
         yield from _rows("wait reduce_scatter", form, group.dtype, group.scatter_chunk, group.scatter_parts, add)
     form = group.wires.get("replica_reduce")
     replicas, wait = mesh.axis_size(group.rest_axes), "wait replica_reduce"
@@ -88,11 +88,11 @@ def _reductions(group: Group, mesh: Mesh, add: bool) -> Work:
         return
     own, start = group.owned.chunk, "replica_reduce"
     if group.second_scatter:
-        yield start, _packed(form, group.dtype, group.chunk)
+        yield start, packed_need(form, group.dtype, group.chunk)
         yield from _rows(wait, form, group.dtype, own, group.opt_parts)
         start = wait  # the parts are summed over replicas when they have been scattered
     if replicas > 1:
-        yield start, _packed(form, group.dtype, own)
+        yield start, packed_need(form, group.dtype, own)
         yield from _rows(wait, form, group.dtype, own, replicas)
         if group.feedback:
             yield start, _moved(own * (group.dtype.itemsize + 2 * group.residual_dtype.itemsize))
@@ -105,7 +105,8 @@ def _rows(wait: str, form: WireFormat, dtype: torch.dtype, numel: int, rows: int
     yield wait, _unpacked(form, dtype, numel * (rows - 1), add=True)
 
 
-def _packed(form: WireFormat, dtype: torch.dtype, numel: int) -> Need:
+def packed_need(form: WireFormat, dtype: torch.dtype, numel: int) -> Need:
+    """What it needs to pack so many elements."""
     return _moved(numel * _bytes_packed(form, dtype))
 
 

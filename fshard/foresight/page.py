@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from fshard.arguments import size_text
 from fshard.foresight.foresee import Foresight
-from fshard.foresight.remedies import Remedy, largest, none_will_do
+from fshard.foresight.remedies import Remedy, closing, largest
 from fshard.foresight.report import Section, sections
 from fshard.view.charts import policies, scaling
 from fshard.view.timeline import timeline
@@ -52,7 +52,7 @@ def _lines(seen: Foresight, found: Sequence[Remedy]) -> Iterator[str]:
         yield "</ul><p>What would change it:</p><ul>"
         yield from (f"<li>{html.escape(str(remedy))}</li>" for remedy in found)
         yield "</ul>"
-        yield from (f"<p>{html.escape(line)}</p>" for line in none_will_do(found))
+        yield from (f"<p>{html.escape(line)}</p>" for line in closing(seen, found))
     for section in sections(seen):
         yield from _table(section)
     yield "<h2>One step, simulated, and the memory that it holds</h2>"

@@ -7,7 +7,7 @@ from typing import Any
 
 from fshard.arguments import size_text
 from fshard.errors import PlanError
-from fshard.foresight.foresee import Foresight, on_plan, state_bytes, task_of
+from fshard.foresight.foresee import GPU, Foresight, on_plan, state_bytes, task_of
 from fshard.runtime.engine.batch import along_rows
 from fshard.schedule.auto import Candidate, tried
 from fshard.schedule.candidates import Task
@@ -21,14 +21,24 @@ from fshard.training.step import TrainStep
 Remade = Callable[..., tuple[TrainStep, Any]]
 """Makes the step and its batch with other options: ``remat="all"``."""
 
-AWAY = "pinned_host"
-
-HOSTED: Mapping[str, Mapping[str, Any]] = {
-    "optimizer state in host memory (opt_memory_kind=)": {"opt_memory_kind": AWAY, "update_on": "device"},
-    'parameters, too (memory_kind=, update_on="device")': {"memory_kind": AWAY, "update_on": "device"},
-    "and updated there (memory_kind=)": {"memory_kind": AWAY, "update_on": "host"},
+IN_HOST_MEMORY: Mapping[str, Mapping[str, Any]] = {
+    'optimizer state in host memory (opt_memory_kind="pinned_host")': {
+        "opt_memory_kind": "pinned_host",
+        "update_on": "device",
+    },
+    'parameters and state in host memory (memory_kind="pinned_host", update_on="device")': {
+        "memory_kind": "pinned_host",
+        "update_on": "device",
+    },
+    'both in host memory, and updated there (memory_kind="pinned_host")': {
+        "memory_kind": "pinned_host",
+        "update_on": "host",
+    },
 }
 """What may be kept in host memory, and what rules say of it."""
+
+WORTH = 0.98
+"""The part of the peak that is left by a change which is worth it, where another half of the rows is tried."""
 
 MOST_RANKS = 64
 """Times as many ranks as there are, which are tried at most."""
@@ -36,20 +46,28 @@ MOST_RANKS = 64
 
 @dataclass(frozen=True)
 class Remedy:
-    """A change, the bytes that a rank would hold with it, whether that is enough, and what a step would take."""
+    """A change, and what a step would hold and take with it under the policy that holds least.
+
+    Attributes:
+        change: what would change.
+        peak_bytes: the most that a rank would hold.
+        enough: whether that fits.
+        seconds: of a step; None where costs were measured, which are those of the step without the change.
+    """
 
     change: str
     peak_bytes: int
     enough: bool
-    seconds: float
+    seconds: float | None
 
     def __str__(self) -> str:
         fits = ", which fits" if self.enough else ""
-        return f"{self.change}: {size_text(self.peak_bytes)}{fits}; a step of {time_text(self.seconds)}"
+        takes = "" if self.seconds is None else f"; a step of {time_text(self.seconds)}"
+        return f"{self.change}: {size_text(self.peak_bytes)}{fits}{takes}"
 
 
 def remedies(seen: Foresight, step: TrainStep, remade: Remade | None = None) -> Iterator[Remedy]:
-    """Changes that lower the peak, in the order in which most would try them, and the first ones together.
+    """Changes that lower the peak, in the order in which most would try them; those that help, together; more ranks.
 
     Args:
         seen: what does not fit.
@@ -60,30 +78,34 @@ def remedies(seen: Foresight, step: TrainStep, remade: Remade | None = None) -> 
     held = functools.partial(_remedy, seen, step)
     now = held(f"the policy {seen.least.policy}", task, plan)
     yield now
-    slim, where, least = task, plan, now.peak_bytes
+    slim, where, helped = task, plan, 0
     if remade is not None:
         made, batch = remade(remat="all")
         again = task_of(made, made.trace(batch), plan)
-        found = held('remat="all": units are computed again in their backward', again, plan)
-        yield found
-        slim = again if found.peak_bytes < now.peak_bytes else slim
-    if seen.rows > 1 and along_rows(plan.batch):
-        found = held("half the rows in a microbatch, with accumulate= doubled (about)", _of_half_the_rows(task), plan)
-        yield found
-        slim = _of_half_the_rows(slim) if found.peak_bytes < now.peak_bytes else slim
-    away = ((words, _in_host_memory(plan, given)) for words, given in HOSTED.items())
+        yield (found := held('remat="all": units are computed again in their backward', again, plan))
+        if found.peak_bytes < now.peak_bytes:
+            slim, helped = again, helped + 1
+    rows = seen.rows // task.accumulate if along_rows(plan.batch) else 1
+    if rows > 1:
+        yield (found := _fewer_rows(held, "", task, plan, rows))
+        helped += found.peak_bytes < now.peak_bytes
+    away = ((words, _in_host_memory(plan, given)) for words, given in IN_HOST_MEMORY.items())
+    least = now.peak_bytes
     for words, other in [(words, other) for words, other in away if other is not None]:
         found = held(words, on_plan(task, other, step), other)
         if found.peak_bytes < least:
+            helped += where is plan
             least, where = found.peak_bytes, other
             yield found
-    if where is not plan and slim is not task:
-        yield held("all of these that help, together", on_plan(slim, where, step), where)
+    if helped > 1:
+        yield _fewer_rows(held, "those that help, together", on_plan(slim, where, step), where, rows)
     yield from _more_ranks(seen, step, task)
 
 
-def none_will_do(found: Sequence[Remedy]) -> Iterator[str]:
-    """What is said where no change is enough; nothing where one is."""
+def closing(seen: Foresight, found: Sequence[Remedy]) -> Iterator[str]:
+    """What is said below remedies: what they assume of host memory, and whether none of them is enough."""
+    if any("host memory" in remedy.change for remedy in found):
+        yield f"Host memory: {seen.hardware.host_words(seen.plan)}."
     if not any(remedy.enough for remedy in found):
         yield (
             "None of these is enough: give devices with more memory, shorter rows, axes that cut leaves, or a smaller "
@@ -95,36 +117,64 @@ def _remedy(seen: Foresight, step: TrainStep, change: str, task: Task, plan: Pla
     """What the policy that holds least would hold and take for a task, on a plan."""
     candidate, _ = tried(task, seen.least.policy, seen.hardware.of(task, plan))
     peak = state_bytes(step, plan) + seen.hardware.held(plan, candidate, task)
-    return Remedy(change, peak, peak <= (seen.hardware.memory or 0), candidate.seconds)
+    seconds = candidate.seconds if seen.hardware.costs is None else None
+    return Remedy(change, peak, peak <= (seen.hardware.memory or 0), seconds)
+
+
+def _fewer_rows(held: Callable[..., Remedy], change: str, task: Task, plan: Plan, rows: int) -> Remedy:
+    """The largest microbatches that fit, by halves; if none does, those that hold least.
+
+    Args:
+        held: what a task would hold on a plan.
+        change: what else has changed.
+        task: with that.
+        plan: with that.
+        rows: of a microbatch now.
+    """
+    best = held(change, task, plan) if change else None
+    part, cut = 1, task
+    while rows // part > 1 and not (best and best.enough):
+        part, cut = 2 * part, _of_half_the_rows(cut)
+        words = f"{rows // part} of {rows} rows in a microbatch, accumulate={cut.accumulate} (about)"
+        found = held(f"{change}: {words}" if change else words, cut, plan)
+        if best is not None and found.peak_bytes > WORTH * best.peak_bytes:
+            break
+        best = found
+    assert best is not None
+    return best
 
 
 def _of_half_the_rows(task: Task) -> Task:
     """Twice as many microbatches, of half the rows each."""
-    halves = ("peak", "after", "flops", "moved")
+    halves = ("peak", "after", "flops", "moved", "bare")
     less = [replace(need, **{name: getattr(need, name) // 2 for name in halves}) for need in task.needs]
     return replace(task, needs=less, accumulate=2 * task.accumulate)
 
 
 def _in_host_memory(plan: Plan, given: Mapping[str, Any]) -> Plan | None:
-    """The plan with some of what is trained in host memory; None if it is there, or cannot be.
+    """The plan with more of its leaves in host memory; None if none can be.
 
     Args:
         plan: the plan.
-        given: what rules say of it.
+        given: what rules say of leaves that are on the device. Frozen ones have no update, and no state.
     """
     if plan.source is None:  # of one replica of fs.outer
         return None
-    on_cpu = plan.mesh.device.type == "cpu"  # where no memory can be page-locked
-    kinds: dict[str, Any] = {name: "unpinned_host" if on_cpu and kind == AWAY else kind for name, kind in given.items()}
     full = [rule if isinstance(rule, Rule) else Rule(*rule) for rule in plan.source.rules]
-    kinds = {"opt_memory_kind": None, **kinds}
-    rules = [rule if rule.trainable is False else replace(rule, **kinds) for rule in full]
+    frozen = {name: kind for name, kind in given.items() if name == "memory_kind"}
+    rules = [_moved(rule, frozen if rule.trainable is False else given) for rule in full]
     try:
         other = plan.replace(rules=rules)
     except PlanError:  # the optimizer's state is sharded over further axes
         return None
     same = [group.kinds for group in other.groups] == [group.kinds for group in plan.groups]
     return None if same or len(other.groups) != len(plan.groups) else other
+
+
+def _moved(rule: Rule, given: Mapping[str, Any]) -> Rule:
+    """A rule with other kinds of memory, if it has none of its own."""
+    here = rule.memory_kind in (None, "device") and rule.opt_memory_kind in (None, "device")
+    return replace(rule, **{"opt_memory_kind": None, **given}) if here and given else rule
 
 
 def _more_ranks(seen: Foresight, step: TrainStep, task: Task) -> Iterator[Remedy]:
@@ -134,7 +184,7 @@ def _more_ranks(seen: Foresight, step: TrainStep, task: Task) -> Iterator[Remedy
     first, *rest = seen.plan.mesh.sizes
     times = 2
     while times <= MOST_RANKS:
-        mesh = abstract_mesh((first * times, *rest), seen.plan.mesh.axis_names)
+        mesh = abstract_mesh((first * times, *rest), seen.plan.mesh.axis_names, device=GPU)
         try:
             plan = seen.plan.source.plan(mesh, seen.plan.batch, seen.plan.precision)
         except PlanError:  # more ranks do not divide a dim, or have no use for a format

@@ -13,7 +13,7 @@ from typing import Any
 
 from fshard.arguments import Want, described, expect
 from fshard.errors import PlanError, lines
-from fshard.foresight.foresee import Progress, on_plan, row_parts, sizes, state_bytes, task_of
+from fshard.foresight.foresee import GPU, Progress, for_gpus, on_plan, row_parts, sizes, state_bytes, task_of
 from fshard.foresight.hardware import Hardware
 from fshard.foresight.jobs import Job, job_of
 from fshard.foresight.options import EXACT, Option, Search, shape_of, words_of
@@ -125,13 +125,13 @@ def shapes(ranks: int, per_host: int) -> list[Mesh]:
     >>> [mesh.sizes for mesh in shapes(32, 8)]
     [(32,), (4, 8), (2, 16), (4, 8), (8, 4), (16, 2)]
     """
-    found = [abstract_mesh((ranks,), ("data",))]
+    found = [abstract_mesh((ranks,), ("data",), device=GPU)]
     if ranks > per_host > 1 and ranks % per_host == 0:
-        found.append(abstract_mesh((ranks // per_host, per_host), ("host", "local")))
+        found.append(abstract_mesh((ranks // per_host, per_host), ("host", "local"), device=GPU))
     parts = [ranks >> shift for shift in range(1, ranks.bit_length()) if ranks % (1 << shift) == 0]
     for part in parts:
         if part > 1 and (part % per_host == 0 or per_host % part == 0):
-            found.append(abstract_mesh((ranks // part, part), ("replica", "data")))
+            found.append(abstract_mesh((ranks // part, part), ("replica", "data"), device=GPU))
     return found
 
 
@@ -188,7 +188,7 @@ class Programs:
             step, batch = made
             if step.plan.mesh.shape != mesh.shape:
                 raise PlanError(f"the job made a step on the mesh {shape_of(step.plan.mesh)}: make it on the one given")
-            yield step.options.running.remat, step, batch, task_of(step, step.trace(batch), step.plan)
+            yield step.options.running.remat, step, batch, task_of(step, step.trace(batch), for_gpus(step.plan))
             return
         if isinstance(wire, str):
             plan = made.in_format(wire, mesh)
@@ -198,8 +198,8 @@ class Programs:
             step, batch = made.step_of(plan, remat=remat)
             key = (repr(remat), *self._traced(plan))  # it may be a list
             if key not in self.tasks:
-                self.tasks[key] = task_of(step, step.trace(batch), plan)
-            yield remat, step, batch, on_plan(self.tasks[key], plan, step)
+                self.tasks[key] = task_of(step, step.trace(batch), for_gpus(plan))
+            yield remat, step, batch, on_plan(self.tasks[key], for_gpus(plan), step)
 
     def _traced(self, plan: Plan) -> Iterator[Hashable]:
         """What a program depends on, beside the job: groups, and the mesh where leaves are cut or it makes the job."""
@@ -218,7 +218,7 @@ def _reason(error: PlanError) -> str:
 
 def _best(remat: Any, step: TrainStep, batch: Any, task: Task, hardware: Hardware, builds: Builds) -> Option:
     """The fastest policy that fits; the one that holds least, if none does."""
-    plan = step.plan
+    plan = for_gpus(step.plan)
     wire = EXACT if plan.source is None else plan.source.wire
     costs, state = hardware.of(task, plan), state_bytes(step, plan)
     limit = math.inf if hardware.memory is None else hardware.memory - state

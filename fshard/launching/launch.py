@@ -29,6 +29,9 @@ POLL = 0.2
 ENDING = 10.0
 """Seconds that the nursery gets to end its ranks and itself, before all of them are killed."""
 
+GONE = 2.0
+"""Seconds until all processes are gone that were killed. One that has left their session is not, and may hold on."""
+
 TAIL = 2000
 """Characters of a dead rank's output that an error shows."""
 
@@ -43,7 +46,7 @@ def launch(fn: Callable[..., R], *args: Any, ranks: int, all_ranks: bool = False
     since threads and CUDA do not survive a fork: it does not matter what the notebook has done before.
 
     What rank 0 writes, progress bars included, is shown as it comes. No process is left behind: not by an error, not by
-    an interrupt, and not if this process is killed.
+    an interrupt, and not if this process is killed. (One that a rank has started in a session of its own is.)
 
     Args:
         fn: the function.
@@ -136,9 +139,10 @@ def _run(folder: str, ranks: int) -> None:
 
 
 def _end(nursery: "subprocess.Popen[bytes]", gone: IO[bytes]) -> None:
-    """End the nursery, its ranks, and what these have started, as workers of a DataLoader, and wait until all are gone.
+    """End the nursery, its ranks and what these have started, as workers of a DataLoader, and wait until they are gone.
 
     The end of its input makes it do so: nobody else can wait for its children. If it does not, they are killed here.
+    What ranks have forked holds ``gone`` open until it is gone, too.
     """
     assert nursery.stdin is not None and nursery.stdout is not None and nursery.stderr is not None
     nursery.stdin.close()
@@ -149,7 +153,9 @@ def _end(nursery: "subprocess.Popen[bytes]", gone: IO[bytes]) -> None:
         with suppress(ProcessLookupError):
             os.killpg(nursery.pid, signal.SIGKILL)
         nursery.wait()
-        select.select([gone], [], [], ENDING)
+        ended = select.poll()  # select() takes no descriptors from 1,024 on
+        ended.register(gone, select.POLLIN)
+        ended.poll(GONE * 1000)
         nursery.stdout.close()
         nursery.stderr.close()
 

@@ -12,6 +12,7 @@ import select
 import signal
 import sys
 import time
+import traceback
 from pathlib import Path
 from typing import TextIO
 
@@ -30,16 +31,21 @@ def main(text: str) -> None:
     """Run a launch to its end."""
     setting = Setting(**json.loads(text))
     ranks: dict[int, int] = {}
-    for rank in range(setting.ranks):
-        pid = os.fork()
-        if pid == 0:
-            _be(setting, rank)
-        ranks[pid] = rank
-    for fd in (1, 2):  # the pipes to the caller end with rank 0
-        os.dup2(os.open(os.devnull, os.O_WRONLY), fd)
-    statuses = _watch(ranks)
-    Path(setting.folder, STATUS).write_text(json.dumps(statuses))
-    os.killpg(0, signal.SIGKILL)  # what ranks have started and not ended, and this process
+    try:
+        for rank in range(setting.ranks):
+            pid = os.fork()
+            if pid == 0:
+                _be(setting, rank)
+            ranks[pid] = rank
+        for fd in (1, 2):  # the pipes to the caller end with rank 0
+            os.dup2(os.open(os.devnull, os.O_WRONLY), fd)
+        statuses = _watch(ranks)
+        Path(setting.folder, STATUS).write_text(json.dumps(statuses))
+    except BaseException:
+        traceback.print_exc()  # this process ends before Python would do so
+        raise
+    finally:
+        os.killpg(0, signal.SIGKILL)  # what ranks have started and not ended, and this process
 
 
 def _watch(ranks: dict[int, int]) -> dict[int, int | None]:

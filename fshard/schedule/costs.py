@@ -8,7 +8,7 @@ what has arrived. A ``Link`` has a figure for each.
 import json
 import math
 import os
-from collections.abc import Container, Mapping
+from collections.abc import Container, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,9 @@ FORMAT = "fshard costs 2"
 
 GATHERS = frozenset(kind.name for kind in KINDS.values() if kind.stage in ("read", "updated"))
 """Kinds of transfers that send the same bytes to each peer."""
+
+COPIED = ("all_gather", "offload")
+"""Kinds of ops that start copies from host memory, and to it."""
 
 
 @dataclass(frozen=True)
@@ -83,14 +86,7 @@ class Costs:
         problems = [
             f"{name}={link!r} is not an fs.sim.Link" for name, link in links.items() if not isinstance(link, Link)
         ]
-        known = op_kinds()
-        for op, value in [*self.seconds.items(), *self.copies.items()]:
-            if not isinstance(op, tuple) or len(op) != 2:
-                problems.append(f"{op!r} is no op: give a pair of its kind and its target, ('forward', 'blocks.0')")
-            elif op[0] not in known:
-                problems.append(f"{op[0]} {op[1]}: the kinds of ops are {', '.join(sorted(known))}")
-            elif not isinstance(value, int | float) or not 0 <= value < math.inf:
-                problems.append(f"{op[0]} {op[1]} takes {value!r} seconds")
+        problems += _op_problems(self.seconds, self.copies)
         if not 0 <= self.host < math.inf or not 0 < self.processors < math.inf:
             problems.append(f"host={self.host!r}, processors={self.processors!r}: not negative, and more than none")
         if not 0 <= self.updates_by_bytes <= 1:
@@ -225,6 +221,20 @@ class Costs:
             "copies": {f"{kind}|{target}": value for (kind, target), value in self.copies.items()},
             "links": {name: _plain(link) for name, link in every.items() if link is not None},
         }
+
+
+def _op_problems(seconds: Mapping[Any, Any], copies: Mapping[Any, Any]) -> Iterator[str]:
+    """What is wrong with ops and their times."""
+    known = op_kinds()
+    for op, value in [*seconds.items(), *copies.items()]:
+        if not isinstance(op, tuple) or len(op) != 2:
+            yield f"{op!r} is no op: give a pair of its kind and its target, ('forward', 'blocks.0')"
+        elif op[0] not in known:
+            yield f"{op[0]} {op[1]}: the kinds of ops are {', '.join(sorted(known))}"
+        elif not isinstance(value, int | float) or not 0 <= value < math.inf:
+            yield f"{op[0]} {op[1]} takes {value!r} seconds"
+        elif op not in seconds and op[0] not in COPIED:
+            yield f"{op[0]} {op[1]} starts no copy: those that do are {' and '.join(COPIED)}"
 
 
 def read_costs(path: str | os.PathLike[str]) -> Costs:

@@ -101,6 +101,11 @@ class Record:
         entry = self.entries[-1]
         return entry.run, math.inf if entry.op == OVER else entry.op
 
+    @property
+    def latest(self) -> float:
+        """When anything was last noted or written; 0 if nothing was."""
+        return max([self.written, *(entry.time for entry in self.entries[-1:])])
+
     def words(self, entry: Entry) -> str:
         """An entry in words."""
         if entry.op == OVER:
@@ -166,8 +171,9 @@ def _record(path: Path) -> Iterator[Record]:
 
 def of_one_job(records: Sequence[Record]) -> tuple[list[Record], list[Record]]:
     """The records of the newest job, and those of others that had other numbers of ranks and used the same folder."""
-    ranks = max(records, key=lambda record: record.entries[-1].time if record.entries else -math.inf).ranks
-    mine = [record for record in records if record.ranks in (ranks, 0) and record.rank < (ranks or math.inf)]
+    newest = max(records, key=lambda record: (record.ranks > 0, record.latest))
+    ranks = newest.ranks or math.inf  # of a damaged record they are not known
+    mine = [record for record in records if record.ranks in (ranks, 0) and record.rank < ranks]
     return mine, [record for record in records if record not in mine]
 
 

@@ -76,6 +76,18 @@ def test_records_of_an_earlier_job_of_more_ranks_are_left_out(
     assert "nobody waits" in text and "of 2 ranks:" in text and "rank 2" not in (tmp_path / "trace.json").read_text()
 
 
+def test_the_newest_job_is_the_one_that_was_written_last(tmp_path: Path) -> None:
+    """Also where it has come to no op, and where a record cannot be read."""
+    two(tmp_path, ranks=2, clock=50.0)
+    head = {"rank": 0, "ranks": 4, "clock": 500.0, "written": 1.0, "reason": "lost", "lost": True}
+    for rank in (0, 2):
+        (tmp_path / f"rank{rank}.flight").write_bytes(json.dumps({**head, "rank": rank}).encode().ljust(HEADER))
+    assert "rank 1 of another job, of 2 ranks: left out" in told(tmp_path)
+    (tmp_path / "rank0.flight").write_bytes(b"")
+    (tmp_path / "rank1.flight").write_bytes(json.dumps({**head, "rank": 1, "written": 0.0}).encode().ljust(HEADER))
+    assert "another job" not in told(tmp_path)
+
+
 def test_records_of_an_earlier_job_of_fewer_ranks_are_left_out(tmp_path: Path) -> None:
     two(tmp_path, ranks=4)
     for rank in (2, 3):

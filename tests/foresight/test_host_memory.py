@@ -8,7 +8,7 @@ import torch
 import fshard as fs
 from fshard.foresight.foresee import foresee
 
-HOST = "unpinned_host"
+HOST = "pinned_host"
 LAYERS, WIDTH, RANKS = 3, 64, 4
 SHARDS = LAYERS * WIDTH * WIDTH // RANKS * 4
 """Bytes of all parameter shards of a rank."""
@@ -32,7 +32,7 @@ def step_of(**rule: Any) -> tuple[Any, torch.Tensor]:
         return x.square().mean()
 
     rules = [fs.Rule(".*", fs.fsdp("data"), **rule)]
-    plan = fs.make_plan(params, fs.abstract_mesh((RANKS,), ("data",)), rules, units=("*",))
+    plan = fs.make_plan(params, fs.abstract_mesh((RANKS,), ("data",), device="cuda"), rules, units=("*",))
     return fs.make_train_step(loss, fs.optim.adamw(1e-3), plan), torch.empty(8, WIDTH)
 
 

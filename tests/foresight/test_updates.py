@@ -8,8 +8,10 @@ import pytest
 import torch
 
 import fshard as fs
+from fshard.errors import PlanError
 from fshard.foresight.foresee import foresee, task_of
 from fshard.foresight.hardware import Hardware
+from fshard.foresight.packing import packed_need
 from fshard.runtime.engine.activations import Activations
 from fshard.schedule.candidates import Task
 
@@ -118,6 +120,60 @@ def test_copies_beside_compute(ranks: int) -> None:
     run = fs.sim.simulate(seen.schedule, replace(costs.only({op.kind for op in seen.schedule}), copies={}))
     assert seen.simulation.seconds > run.seconds and set(run.exposed_by_kind) < set(seen.simulation.exposed_by_kind)
     assert "a rank's host" not in hardware.words_for(made(fs.optim.adamw(1e-3))[0].plan)
+
+
+BF16 = fs.Precision(compute=torch.bfloat16)
+
+
+@pytest.mark.parametrize("update_on", ["device", "host"])
+@pytest.mark.parametrize("form", [None, "int8"])
+@pytest.mark.parametrize("precision", [fs.Precision(), BF16], ids=["exact", "bf16"])
+def test_what_is_gathered_from_the_host_is_made_there(
+    precision: fs.Precision, form: str | None, update_on: str
+) -> None:
+    """Once an update, wherever that runs: a cast, or the packed form, which is no cast."""
+    step, _ = made(fs.optim.adamw(1e-3), memory_kind="unpinned_host", update_on=update_on)
+    rules = [fs.Rule(".*", fs.fsdp("data"), memory_kind="unpinned_host", update_on=update_on, wire=fs.Wire(form))]
+    plan = step.plan.replace(rules=rules, precision=precision)
+    task = task_of(step, step.trace(BATCH), plan)
+    hardware, bare = fs.sim.hardware("h100", host=1e9), fs.sim.hardware("h100", host=1e18)
+    taken = updates(hardware.of(task, plan))["l0"] - updates(bare.of(task, plan))["l0"]
+    cast = SHARD / 2 * 1.5 if precision == BF16 else 0
+    need = made(fs.optim.adamw(1e-3))[1].updates["l0"].moved if update_on == "host" else 0
+    made_there = (
+        cast if form is None else packed_need(plan.groups[0].wires["all_gather"], torch.float32, SHARD // 8).moved
+    )
+    assert taken == pytest.approx((need + made_there) / 1e9, rel=1e-3)
+
+
+def test_casts_of_frozen_leaves_are_made_once_a_step() -> None:
+    step, task = made(fs.optim.adamw(1e-3), memory_kind="unpinned_host")
+    rules = [fs.Rule("l0.*", fs.fsdp("data"), memory_kind="unpinned_host", trainable=False), (".*", fs.fsdp("data"))]
+    for precision, size in ((BF16, SHARD / 2 * 1.5), (fs.Precision(), 0)):
+        plan = step.plan.replace(rules=rules, precision=precision)
+        frozen = fs.make_train_step(loss_fn, fs.optim.adamw(1e-3), plan)
+        costs = fs.sim.hardware("h100", host=1e9).of(task_of(frozen, frozen.trace(BATCH), plan), plan)
+        assert costs.host == pytest.approx(size / 1e9)
+
+
+def test_copies_that_are_given_stay_and_others_are_foreseen() -> None:
+    step, task = made(fs.optim.adamw(1e-3), memory_kind="unpinned_host")
+    seconds, copies = {("forward", ""): 1.0, ("backward", ""): 2.0}, {("all_gather", "l0"): 1e-3}
+    found = fs.sim.hardware("h100", costs=fs.sim.Costs(seconds, copies=copies)).of(task, step.plan).copies
+    assert found["all_gather", "l0"] == 1e-3 and 0 < found["all_gather", "l1"] < 1e-3
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"host": "10G"}, "host is '10G', a str: give bytes a second"),
+        ({"host": 0}, "host=0: give bytes a second"),
+        ({"host": 1e9, "costs": fs.sim.Costs()}, "host=1000000000.0: updates are in the measured costs"),
+    ],
+)
+def test_rates_of_hosts_that_cannot_be(given: dict[str, Any], words: str) -> None:
+    with pytest.raises(PlanError, match=words):
+        fs.sim.hardware("h100", **given)
 
 
 def test_measured_updates_stay_as_they_were_measured() -> None:

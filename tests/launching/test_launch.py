@@ -2,12 +2,14 @@
 
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
 import textwrap
 import threading
 import time
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -178,6 +180,19 @@ def test_a_script_without_a_guard_and_functions_of_main(tmp_path: Path) -> None:
     )
     run = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=120)
     assert (run.stdout, run.returncode) == ("once 60\n", 0), run.stderr
+
+
+@processes
+@pytest.mark.slow
+def test_a_caller_with_many_open_files() -> None:
+    """``select`` takes no descriptors from 1,024 on."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, 2048), hard))
+    with ExitStack() as stack:
+        stack.callback(resource.setrlimit, resource.RLIMIT_NOFILE, (soft, hard))
+        for _ in range(1100):
+            stack.enter_context(open(os.devnull))
+        assert fs.launch(os.getpid, ranks=1) != os.getpid()
 
 
 def test_places_where_nothing_can_be_launched(monkeypatch: pytest.MonkeyPatch) -> None:

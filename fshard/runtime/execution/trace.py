@@ -209,10 +209,12 @@ def traceable(plan: Plan) -> Plan:
     Where a run on GPUs is planned on a machine without any, its program is found on tensors of the host: autograd ends
     the process on fake ones of a device that torch was not built for.
     """
-    mesh = plan.mesh
-    if mesh.device_here:
-        return plan
-    return replace(plan, mesh=Mesh(mesh.sizes, mesh.axis_names, mesh.rank, torch.device("cpu")))
+    return plan if plan.mesh.device_here else on_device(plan, "cpu")
+
+
+def on_device(plan: Plan, device: str) -> Plan:
+    """The same leaves and groups, for planning, on a device that need not be here."""
+    return replace(plan, mesh=replace(plan.mesh, device=torch.device(device), transport=None))
 
 
 def _traced_in(

@@ -36,7 +36,9 @@ class MemorySpace:
 
 def memory_space(kind: MemoryKind, mesh: Mesh) -> MemorySpace:
     """The memory of this kind for a rank of a mesh."""
-    return MemorySpace(mesh.device) if kind == "device" else MemorySpace(torch.device("cpu"), kind == "pinned_host")
+    if kind == "device":
+        return MemorySpace(mesh.device)
+    return MemorySpace(torch.device("cpu"), kind == "pinned_host" and mesh.device.type != "cpu")  # else it is traced
 
 
 def same_memory(tensor: Tensor) -> Tensor:

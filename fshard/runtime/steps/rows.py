@@ -51,7 +51,7 @@ class Rows:
         if any(row[0] != told[0][0] for row in told):
             counts, firsts = [row[1] for row in told], [row[2] for row in told]
             if len(set(counts)) > 1:
-                return [f"rank {rank}: {count} tensors" for rank, count in enumerate(counts)]
+                return [f"rank {rank}: {count} tensor{'s' * (count != 1)}" for rank, count in enumerate(counts)]
             if len(set(firsts)) == 1:
                 return [f"the batch's first tensor has {firsts[0]} rows on every rank, but others differ"]
             return [f"rank {rank}: {_count(first)} rows" for rank, first in enumerate(firsts)]

@@ -1,0 +1,59 @@
+"""What is kept in the memory of a rank's host: copies beside compute, and what its processors do there."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from fshard.foresight.packing import packed_need
+from fshard.schedule.footprint import Need
+from fshard.schedule.machines import Speed
+from fshard.schedule.stages import Stages
+from fshard.sharding.layout import Group
+from fshard.sharding.plan import Plan
+
+Seconds = dict[tuple[str, str], float]
+"""Seconds by the kind and the target of an op."""
+
+
+def host_copies(plan: Plan, stages: Stages, speed: Speed) -> Seconds:
+    """What copies between a device and the memory of its host take, beside compute, by the op that starts them."""
+    found = {}
+    for group in _read(plan, stages):
+        if group.travels:
+            form = group.wires.get("all_gather")
+            size = group.chunk * group.compute_dtype.itemsize if form is None else form.nbytes(group.chunk)
+            found["all_gather", group.name] = size / speed.copies_per_s
+    for group in plan.groups:
+        if group.id in stages.updates and group.offloaded and group.owned.chunk:
+            found["offload", group.name] = group.owned.chunk * group.dtype.itemsize / speed.copies_per_s
+    return found
+
+
+def update_seconds(group: Group, need: Need, speed: Speed, host: Speed) -> float:
+    """What an update takes: of the device or of the host, with what comes from the other side and goes back.
+
+    What is gathered from the host in another dtype or packed is made there, once an update.
+    """
+    made = host.seconds(_made(group)) if group.kinds.hosted else 0.0
+    where = host if group.offloaded else speed
+    return made + need.copied / speed.copies_per_s + where.seconds(replace(need, copied=0))
+
+
+def frozen_seconds(plan: Plan, stages: Stages, host: Speed) -> float:
+    """What a step takes to make what is gathered of frozen groups that are kept on the host, in another dtype."""
+    return sum(host.seconds(_made(group)) for group in _read(plan, stages) if group.id not in stages.updates)
+
+
+def _read(plan: Plan, stages: Stages) -> Iterator[Group]:
+    """The groups that a step reads and the host keeps."""
+    read = {number for ids in stages.reads.values() for number in ids}
+    return (group for group in plan.groups if group.id in read and group.kinds.hosted)
+
+
+def _made(group: Group) -> Need:
+    """What the copy of a shard needs that is gathered in place of it."""
+    if group.resident_cast is None:
+        return Need(0, 0, 0)
+    form = group.wires.get("all_gather")
+    if form is not None:
+        return packed_need(form, group.dtype, group.chunk)
+    return Need(0, 0, 0, group.chunk * (group.dtype.itemsize + group.compute_dtype.itemsize))
