@@ -17,7 +17,7 @@ from fshard.arguments import size_text
 from fshard.errors import PlanError
 from fshard.foresight.blame import named
 from fshard.foresight.feeding import LONGEST
-from fshard.foresight.foresee import GPU, Foresight, Progress, foresee
+from fshard.foresight.foresee import Foresight, Progress, foresee
 from fshard.foresight.hardware import Hardware, hardware
 from fshard.foresight.huggingface import hugging_face
 from fshard.foresight.jobs import Job, read_job, takes_mesh
@@ -178,7 +178,7 @@ def read_mesh(text: str) -> Mesh:
         raise PlanError(f"--mesh {text!r}: give ranks along each axis, as 1024, 64x8 or replica=4,data=8")
     if math.prod(sizes) > MOST_RANKS:
         raise PlanError(f"--mesh {text!r} has {math.prod(sizes):,} ranks: give at most {MOST_RANKS:,}")
-    return abstract_mesh(sizes, names, device=GPU)
+    return abstract_mesh(sizes, names)
 
 
 def read_wires(texts: Sequence[str], searched: bool = True) -> list[Wire | str | None]:

@@ -11,6 +11,7 @@ from torch import Tensor
 from fshard import tree
 from fshard.errors import PlanError
 from fshard.foresight.hardware import Hardware
+from fshard.foresight.jobs import GPU
 from fshard.optim.contract import Contract, contract
 from fshard.runtime.execution.trace import on_device
 from fshard.runtime.execution.update_memory import state_needs, update_needs
@@ -25,13 +26,10 @@ from fshard.schedule.schedule import Schedule
 from fshard.schedule.simulate import Simulation, simulate
 from fshard.schedule.trace import Trace
 from fshard.schedule.transfers import HOST
-from fshard.sharding.mesh import Axes, abstract_mesh
+from fshard.sharding.mesh import Axes, Mesh, abstract_mesh
 from fshard.sharding.plan import Plan
 from fshard.sharding.spec import axes_of
 from fshard.training.step import TrainStep
-
-GPU = "cuda"
-"""The device of meshes that are foreseen."""
 
 Progress = Callable[[str, float], object]
 """Told what is under way, and how much of it is done, from 0 to 1."""
@@ -259,14 +257,27 @@ def row_parts(plan: Plan) -> tuple[int, int]:
     return first, plan.data_size // first
 
 
+def scalable(plan: Plan) -> list[str]:
+    """The mesh axes that may have more or fewer ranks with the same program on each: no compute is cut along them."""
+    cut = {axis for leaf in plan.leaves.values() for axis in leaf.compute.axes}
+    return [axis for axis in plan.mesh.axis_names if axis in plan.batch.axes and axis not in cut]
+
+
+def resized(plan: Plan, axis: str, size: int) -> Mesh:
+    """The mesh with so many ranks along an axis."""
+    sizes = [size if name == axis else whole for name, whole in plan.mesh.shape.items()]
+    return abstract_mesh(sizes, plan.mesh.axis_names, device=GPU)
+
+
 def scaling(task: Task, plan: Plan, hardware: Hardware, policy: Policy, opt: Contract) -> Iterator[tuple[int, float]]:
-    """Seconds of a step on smaller meshes of the same shape, with as large a batch a rank. None for outer steps."""
+    """Seconds of a step with fewer ranks along the first data axis, and as large batches each. None of outer steps."""
     if plan.source is None:
         return
-    first, *rest = plan.mesh.sizes
-    sizes = sorted({max(first >> shift, 1) for shift in range(first.bit_length())})
-    for size in sizes[-8:]:
-        mesh = abstract_mesh((size, *rest), plan.mesh.axis_names, device=GPU)
+    axis = next(iter(scalable(plan)), None)
+    whole = plan.mesh.shape[axis] if axis else 1
+    parts = sorted({max(whole >> shift, 1) for shift in range(whole.bit_length())})
+    for size in parts[-8:]:
+        mesh = resized(plan, axis, size) if axis else plan.mesh
         smaller = plan.source.plan(mesh, plan.batch, plan.precision)
         groups = group_infos(smaller, secondary=policy.secondary)
         schedule = build(task.program, groups, policy, task.accumulate)

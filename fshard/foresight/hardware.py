@@ -94,7 +94,7 @@ class Hardware:
             for group in [group for group in plan.groups if group.name in updated & task.updates.keys()]:
                 seconds = update_seconds(group, task.updates[group.name], speed, self.host)
                 packing["update", group.name] = packing.get(("update", group.name), 0.0) + seconds
-            around = frozen_seconds(plan, stages, self.host)
+            around = frozen_seconds(plan, stages, speed, self.host)
             return replace(units, seconds={**units.seconds, **packing}, copies=copies, host=around)
         check_costs(self.costs, task, self.costs_of)
         moved = {op: seconds for op, seconds in packing.items() if moves(op[0])}  # its updates were measured

@@ -18,7 +18,7 @@ def host_copies(plan: Plan, stages: Stages, speed: Speed) -> Seconds:
     """What copies between a device and the memory of its host take, beside compute, by the op that starts them."""
     found = {}
     for group in _read(plan, stages):
-        if group.travels:
+        if group.kinds.hosted and group.travels:
             form = group.wires.get("all_gather")
             size = group.chunk * group.compute_dtype.itemsize if form is None else form.nbytes(group.chunk)
             found["all_gather", group.name] = size / speed.copies_per_s
@@ -31,22 +31,23 @@ def host_copies(plan: Plan, stages: Stages, speed: Speed) -> Seconds:
 def update_seconds(group: Group, need: Need, speed: Speed, host: Speed) -> float:
     """What an update takes: of the device or of the host, with what comes from the other side and goes back.
 
-    What is gathered from the host in another dtype or packed is made there, once an update.
+    What is gathered in another dtype is made where the shard is kept, once an update; so is what is packed on the host.
     """
-    made = host.seconds(_made(group)) if group.kinds.hosted else 0.0
+    made = (host if group.kinds.hosted else speed).seconds(_made(group))
     where = host if group.offloaded else speed
     return made + need.copied / speed.copies_per_s + where.seconds(replace(need, copied=0))
 
 
-def frozen_seconds(plan: Plan, stages: Stages, host: Speed) -> float:
-    """What a step takes to make what is gathered of frozen groups that are kept on the host, in another dtype."""
-    return sum(host.seconds(_made(group)) for group in _read(plan, stages) if group.id not in stages.updates)
+def frozen_seconds(plan: Plan, stages: Stages, speed: Speed, host: Speed) -> float:
+    """What a step takes to make what is gathered of frozen groups in another dtype."""
+    frozen = (group for group in _read(plan, stages) if group.id not in stages.updates)
+    return sum((host if group.kinds.hosted else speed).seconds(_made(group)) for group in frozen)
 
 
 def _read(plan: Plan, stages: Stages) -> Iterator[Group]:
-    """The groups that a step reads and the host keeps."""
+    """The groups that a step reads."""
     read = {number for ids in stages.reads.values() for number in ids}
-    return (group for group in plan.groups if group.id in read and group.kinds.hosted)
+    return (group for group in plan.groups if group.id in read)
 
 
 def _made(group: Group) -> Need:
@@ -54,6 +55,8 @@ def _made(group: Group) -> Need:
     if group.resident_cast is None:
         return Need(0, 0, 0)
     form = group.wires.get("all_gather")
+    if form is not None and not group.kinds.hosted:
+        return Need(0, 0, 0)  # formats on the device are told of by ``packing``
     if form is not None:
         return packed_need(form, group.dtype, group.chunk)
     return Need(0, 0, 0, group.chunk * (group.dtype.itemsize + group.compute_dtype.itemsize))

@@ -18,13 +18,16 @@ from fshard.errors import PlanError
 from fshard.foresight.blame import named
 from fshard.optim.adamw import adamw
 from fshard.runtime.execution.trace import on_device
-from fshard.sharding.mesh import Axes, Mesh
+from fshard.sharding.mesh import Axes, Mesh, abstract_mesh
 from fshard.sharding.plan import Plan, make_plan
 from fshard.sharding.rules import Rule
 from fshard.sharding.spec import P, fsdp
 from fshard.sharding.wire import Wire
 from fshard.training.make_step import make_train_step
 from fshard.training.step import TrainStep
+
+GPU = "cuda"
+"""The device of plans that are foreseen."""
 
 NEEDED = ("model", "loss", "batch")
 KNOWN = (*NEEDED, "rules", "units", "optimizer", "batch_spec", "precision", "accumulate", "remat", "wire")
@@ -71,13 +74,13 @@ class Job:
         return self.step_of(self.plan(mesh), **options)
 
     def plan(self, mesh: Mesh) -> Plan:
-        """Where the leaves are on a mesh.
+        """Where the leaves are on a mesh, of GPUs.
 
         Raises:
             PlanError: no rule can use the mesh, or anything else that ``fs.make_plan`` refuses.
         """
-        axes = mesh.axis_names
-        cut = _cut(mesh)
+        mesh = abstract_mesh(mesh.sizes, mesh.axis_names, rank=mesh.rank, device=GPU)
+        axes, cut = mesh.axis_names, _cut(mesh)
         rules = self.rules or [Rule(".*", fsdp(cut if len(cut) > 1 else cut[0]))]
         spec = self.batch_spec or P(axes if len(axes) > 1 else axes[0])
         nested = self.model.items() if isinstance(self.model, Mapping) else ()

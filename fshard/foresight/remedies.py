@@ -7,13 +7,15 @@ from typing import Any
 
 from fshard.arguments import size_text
 from fshard.errors import PlanError
-from fshard.foresight.foresee import GPU, Foresight, on_plan, state_bytes, task_of
+from fshard.foresight.foresee import Foresight, on_plan, resized, scalable, state_bytes, task_of
 from fshard.runtime.engine.batch import along_rows
-from fshard.schedule.auto import Candidate, tried
-from fshard.schedule.candidates import Task
+from fshard.schedule.auto import Candidate, timed
+from fshard.schedule.build import build
+from fshard.schedule.candidates import Task, candidates
+from fshard.schedule.footprint import footprint
+from fshard.schedule.policy import Policy
 from fshard.schedule.simulate import time_text
 from fshard.schedule.transfers import item_words
-from fshard.sharding.mesh import abstract_mesh
 from fshard.sharding.plan import Plan
 from fshard.sharding.rules import Rule
 from fshard.training.step import TrainStep
@@ -38,7 +40,10 @@ IN_HOST_MEMORY: Mapping[str, Mapping[str, Any]] = {
 """What may be kept in host memory, and what rules say of it."""
 
 WORTH = 0.98
-"""The part of the peak that is left by a change which is worth it, where another half of the rows is tried."""
+"""The most of a peak that a change leaves which is worth it."""
+
+MOST_PARTS = 64
+"""Into how many microbatches of fewer rows those that there are may be cut."""
 
 MOST_RANKS = 64
 """Times as many ranks as there are, which are tried at most."""
@@ -76,29 +81,36 @@ def remedies(seen: Foresight, step: TrainStep, remade: Remade | None = None) -> 
     """
     task, plan = seen.task, seen.plan
     held = functools.partial(_remedy, seen, step)
-    now = held(f"the policy {seen.least.policy}", task, plan)
-    yield now
-    slim, where, helped = task, plan, 0
+    now = seen.held(seen.least)
+    seconds = seen.least.seconds if seen.hardware.costs is None else None
+    yield Remedy(f"the policy {seen.least.policy}", now, now <= (seen.hardware.memory or 0), seconds)
+    single, slim, where, helped = [now], task, plan, 0
     if remade is not None:
         made, batch = remade(remat="all")
         again = task_of(made, made.trace(batch), plan)
-        yield (found := held('remat="all": units are computed again in their backward', again, plan))
-        if found.peak_bytes < now.peak_bytes:
-            slim, helped = again, helped + 1
+        found = held('remat="all": units are computed again in their backward', again, plan)
+        if found.peak_bytes < WORTH * now:
+            yield found
+            single, slim, helped = [*single, found.peak_bytes], again, helped + 1
     rows = seen.rows // task.accumulate if along_rows(plan.batch) else 1
     if rows > 1:
-        yield (found := _fewer_rows(held, "", task, plan, rows))
-        helped += found.peak_bytes < now.peak_bytes
+        found = _fewer_rows(held, "", task, plan, rows)
+        if found.peak_bytes < WORTH * now:
+            yield found
+            single, helped = [*single, found.peak_bytes], helped + 1
     away = ((words, _in_host_memory(plan, given)) for words, given in IN_HOST_MEMORY.items())
-    least = now.peak_bytes
+    least = WORTH * now
     for words, other in [(words, other) for words, other in away if other is not None]:
         found = held(words, on_plan(task, other, step), other)
         if found.peak_bytes < least:
             helped += where is plan
             least, where = found.peak_bytes, other
+            single.append(found.peak_bytes)
             yield found
     if helped > 1:
-        yield _fewer_rows(held, "those that help, together", on_plan(slim, where, step), where, rows)
+        found = _fewer_rows(held, "those that help, together", on_plan(slim, where, step), where, rows)
+        if found.peak_bytes < min(single):
+            yield found
     yield from _more_ranks(seen, step, task)
 
 
@@ -113,16 +125,38 @@ def closing(seen: Foresight, found: Sequence[Remedy]) -> Iterator[str]:
         )
 
 
-def _remedy(seen: Foresight, step: TrainStep, change: str, task: Task, plan: Plan) -> Remedy:
-    """What the policy that holds least would hold and take for a task, on a plan."""
-    candidate, _ = tried(task, seen.least.policy, seen.hardware.of(task, plan))
-    peak = state_bytes(step, plan) + seen.hardware.held(plan, candidate, task)
-    seconds = candidate.seconds if seen.hardware.costs is None else None
+def _remedy(seen: Foresight, step: TrainStep, change: str, task: Task, plan: Plan, parts: int = 1) -> Remedy:
+    """What a task would hold and take on a plan, under the policy that holds least.
+
+    Args:
+        seen: what does not fit.
+        step: the step.
+        change: what would change.
+        task: with the change.
+        plan: with the change.
+        parts: into how many more microbatches its batches are cut. Two hold as much as more do.
+    """
+    for _ in range(parts.bit_length() - 1):
+        task = _of_half_the_rows(task)
+    two = replace(task, accumulate=task.accumulate * 2 // parts) if parts > 1 else task
+    state = state_bytes(step, plan)
+    peaks = {policy: state + _peak(seen, policy, two, plan) for policy in candidates(two, "deferred")}
+    policy = min(peaks, key=peaks.__getitem__)
+    peak, seconds = peaks[policy], None
+    if seen.hardware.costs is None:
+        seconds = timed(task, policy, seen.hardware.of(task, plan)).seconds
     return Remedy(change, peak, peak <= (seen.hardware.memory or 0), seconds)
 
 
+def _peak(seen: Foresight, policy: Policy, task: Task, plan: Plan) -> int:
+    """What a policy holds beside the state, which takes less to know than its time."""
+    schedule = build(task.program, task.under(policy).groups, policy, task.accumulate, task.train)
+    memory = footprint(schedule, task.needs, task.graphs)
+    return memory.peak_bytes + seen.hardware.joined(plan, policy.secondary, task)
+
+
 def _fewer_rows(held: Callable[..., Remedy], change: str, task: Task, plan: Plan, rows: int) -> Remedy:
-    """The largest microbatches that fit, by halves; if none does, those that hold least.
+    """The largest microbatches that fit, by halves; if none does, the largest that hold hardly more than any.
 
     Args:
         held: what a task would hold on a plan.
@@ -131,17 +165,14 @@ def _fewer_rows(held: Callable[..., Remedy], change: str, task: Task, plan: Plan
         plan: with that.
         rows: of a microbatch now.
     """
-    best = held(change, task, plan) if change else None
-    part, cut = 1, task
-    while rows // part > 1 and not (best and best.enough):
-        part, cut = 2 * part, _of_half_the_rows(cut)
-        words = f"{rows // part} of {rows} rows in a microbatch, accumulate={cut.accumulate} (about)"
-        found = held(f"{change}: {words}" if change else words, cut, plan)
-        if best is not None and found.peak_bytes > WORTH * best.peak_bytes:
-            break
-        best = found
-    assert best is not None
-    return best
+    found = [held(change, task, plan)] if change else []
+    parts = 1
+    while rows // parts > 1 and parts < MOST_PARTS and not (found and found[-1].enough):
+        parts *= 2
+        words = f"{rows // parts} of {rows} rows in a microbatch, accumulate={task.accumulate * parts} (about)"
+        found.append(held(f"{change}: {words}" if change else words, task, plan, parts))
+    least = min(each.peak_bytes for each in found)
+    return next(each for each in found if each.enough or WORTH * each.peak_bytes <= least)
 
 
 def _of_half_the_rows(task: Task) -> Task:
@@ -172,25 +203,30 @@ def _in_host_memory(plan: Plan, given: Mapping[str, Any]) -> Plan | None:
 
 
 def _moved(rule: Rule, given: Mapping[str, Any]) -> Rule:
-    """A rule with other kinds of memory, if it has none of its own."""
-    here = rule.memory_kind in (None, "device") and rule.opt_memory_kind in (None, "device")
+    """A rule with other kinds of memory, if what moves is on the device."""
+    here = rule.memory_kind in (None, "device")
+    if "memory_kind" not in given:
+        here = here and rule.opt_memory_kind in (None, "device")
     return replace(rule, **{"opt_memory_kind": None, **given}) if here and given else rule
 
 
 def _more_ranks(seen: Foresight, step: TrainStep, task: Task) -> Iterator[Remedy]:
-    """The fewest ranks that do, in doublings."""
+    """The fewest ranks that do, in doublings of the first data axis that shards parameters."""
     if seen.plan.source is None:  # of one replica of fs.outer
         return
-    first, *rest = seen.plan.mesh.sizes
+    sharding = {axis for group in seen.plan.groups for axis in group.gather_axes}
+    axis = next((axis for axis in scalable(seen.plan) if axis in sharding), None)
+    if axis is None:
+        return
     times = 2
     while times <= MOST_RANKS:
-        mesh = abstract_mesh((first * times, *rest), seen.plan.mesh.axis_names, device=GPU)
+        mesh = resized(seen.plan, axis, seen.plan.mesh.shape[axis] * times)
         try:
             plan = seen.plan.source.plan(mesh, seen.plan.batch, seen.plan.precision)
         except PlanError:  # more ranks do not divide a dim, or have no use for a format
             return
-        wider = on_plan(task, plan, step)
-        remedy = _remedy(seen, step, f"{mesh.size:,} ranks, with as many rows each", wider, plan)
+        words = f"{mesh.size:,} ranks, {axis}={mesh.shape[axis]:,}, with as many rows each"
+        remedy = _remedy(seen, step, words, on_plan(task, plan, step), plan)
         if remedy.enough:
             yield remedy
             return

@@ -8,7 +8,7 @@ from typing import Any
 from fshard.arguments import size_text
 from fshard.foresight.foresee import Foresight
 from fshard.foresight.options import Option, Search
-from fshard.foresight.remedies import Remedy, largest
+from fshard.foresight.remedies import Remedy, closing, largest
 from fshard.schedule.ops import Op
 from fshard.schedule.simulate import time_text
 
@@ -165,6 +165,7 @@ def as_json(seen: Foresight, found: Sequence[Remedy], searched: Search | None = 
         "scaling": {str(ranks): seconds for ranks, seconds in seen.scaling.items()},
         "largest": [] if seen.fits else largest(seen),
         "remedies": [asdict(remedy) for remedy in found],
+        "notes": [] if seen.fits else [*closing(seen, found)],
         "search": None if searched is None else [_option(each) for each in searched.options],
     }
 

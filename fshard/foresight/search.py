@@ -13,7 +13,7 @@ from typing import Any
 
 from fshard.arguments import Want, described, expect
 from fshard.errors import PlanError, lines
-from fshard.foresight.foresee import GPU, Progress, for_gpus, on_plan, row_parts, sizes, state_bytes, task_of
+from fshard.foresight.foresee import Progress, for_gpus, on_plan, row_parts, sizes, state_bytes, task_of
 from fshard.foresight.hardware import Hardware
 from fshard.foresight.jobs import Job, job_of
 from fshard.foresight.options import EXACT, Option, Search, shape_of, words_of
@@ -125,13 +125,13 @@ def shapes(ranks: int, per_host: int) -> list[Mesh]:
     >>> [mesh.sizes for mesh in shapes(32, 8)]
     [(32,), (4, 8), (2, 16), (4, 8), (8, 4), (16, 2)]
     """
-    found = [abstract_mesh((ranks,), ("data",), device=GPU)]
+    found = [abstract_mesh((ranks,), ("data",))]
     if ranks > per_host > 1 and ranks % per_host == 0:
-        found.append(abstract_mesh((ranks // per_host, per_host), ("host", "local"), device=GPU))
+        found.append(abstract_mesh((ranks // per_host, per_host), ("host", "local")))
     parts = [ranks >> shift for shift in range(1, ranks.bit_length()) if ranks % (1 << shift) == 0]
     for part in parts:
         if part > 1 and (part % per_host == 0 or per_host % part == 0):
-            found.append(abstract_mesh((ranks // part, part), ("replica", "data"), device=GPU))
+            found.append(abstract_mesh((ranks // part, part), ("replica", "data")))
     return found
 
 
@@ -165,7 +165,8 @@ class Programs:
             for wire in self.wires:
                 try:
                     for remat, step, batch, task in self._on(mesh, made, wire):
-                        options.append((_best(remat, step, batch, task, hardware, self.builds), task))
+                        best = _best(remat, step, batch, task, hardware, self.builds)
+                        options.append((replace(best, mesh=mesh), task))
                 except PlanError as error:
                     refused[shape + (f", {words_of(wire)}" if wire else "")] = _reason(error)
         return options, refused
@@ -188,7 +189,8 @@ class Programs:
             step, batch = made
             if step.plan.mesh.shape != mesh.shape:
                 raise PlanError(f"the job made a step on the mesh {shape_of(step.plan.mesh)}: make it on the one given")
-            yield step.options.running.remat, step, batch, task_of(step, step.trace(batch), for_gpus(step.plan))
+            remat = step.options.running.remat
+            yield remat if remat.rules else None, step, batch, task_of(step, step.trace(batch), for_gpus(step.plan))
             return
         if isinstance(wire, str):
             plan = made.in_format(wire, mesh)

@@ -13,6 +13,7 @@ import signal
 import sys
 import time
 import traceback
+from contextlib import suppress
 from pathlib import Path
 from typing import TextIO
 
@@ -86,9 +87,10 @@ def _be(setting: Setting, rank: int) -> None:
             status = 0
         except BaseException as error:
             write_error(folder, rank, error)
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
+    finally:  # nothing may be raised here: it would be the nursery's
+        for stream in (sys.stdout, sys.stderr):
+            with suppress(BaseException):  # a function may have closed it
+                stream.flush()
         os._exit(status)
 
 

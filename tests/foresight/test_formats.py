@@ -72,7 +72,8 @@ def test_a_format_is_faster_over_a_slow_link_and_no_use_over_a_fast_one(name: st
 
 def test_an_option_is_what_its_plan_and_step_are() -> None:
     for option in fs.sim.search(job(), [ONE, HOSTS], SLOW, remats=[None], wires=[None, "int8"]).options:
-        step, rows = step_on(option.mesh, option.wire, schedule=option.policy)
+        gpus = fs.abstract_mesh(option.mesh.sizes, option.mesh.axis_names, device="cuda")
+        step, rows = step_on(gpus, option.wire, schedule=option.policy)
         trace = step.trace(rows)
         seen = foresee(step, rows, SLOW)
         assert seen.chosen.policy == option.policy

@@ -145,19 +145,14 @@ def test_a_slower_link_is_slower_and_a_mesh_of_two_axes_has_three(job: str, caps
 
 
 def test_what_does_not_fit_says_what_is_largest_and_what_would_do(job: str, capsys: pytest.CaptureFixture[str]) -> None:
-    status, found = planned(capsys, f"{job}:make", "--mesh", "8", "--memory", "90K")
+    flags = ["--mesh", "8", "--memory", "90K", "--communicator", "1"]
+    status, found = planned(capsys, f"{job}:make", *flags)
     assert status == 1 and not found["fits"] and found["largest"]
-    changes = {each["change"].split(":")[0]: each for each in found["remedies"]}
-    again = changes['remat="all"']
-    assert again["peak_bytes"] <= found["peak_bytes"] and len(found["remedies"]) >= 2
-    assert main(["plan", f"{job}:make", "--mesh", "8", "--memory", "90K"]) == 1
+    assert len(found["remedies"]) >= 2 and found["notes"]
+    assert all(each["peak_bytes"] <= found["peak_bytes"] for each in found["remedies"])
+    assert main(["plan", f"{job}:make", *flags]) == 1
     printed = capsys.readouterr().out
-    for words in (
-        "no policy fits into 87.9 KiB: the least is",
-        "what would change it:",
-        "rows in a microbatch",
-        "at op ",
-    ):
+    for words in ("no policy fits into 87.9 KiB: the least is", "what would change it:", "in a microbatch", "at op "):
         assert words in printed
 
 

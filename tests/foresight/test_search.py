@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 import fshard as fs
+from fshard import P
 from fshard.cli.main import main
 from fshard.errors import PlanError
 from fshard.foresight.foresee import task_of
@@ -64,6 +65,26 @@ def test_rows_are_those_of_dim_0_however_many_ranks_share_them(spec: Any, parts:
     rules = [fs.Rule(".*", fs.fsdp("data"))] if "cp" not in spec.axes else None
     option = fs.sim.search(job(batch=batch, batch_spec=spec, rules=rules), [mesh], FAST, remats=[None]).best
     assert (option.rows_per_s, option.shared) == (pytest.approx(3 * parts / option.seconds), shared)
+
+
+@pytest.mark.parametrize("step", [False, True], ids=["job", "own step"])
+@pytest.mark.parametrize("make", [fs.abstract_mesh, fs.virtual_mesh])
+def test_jobs_may_use_the_device_of_their_mesh(make: Any, step: bool) -> None:
+    """Whatever has it: devices that are foreseen need not be here."""
+
+    def made(mesh: fs.Mesh) -> Any:
+        batch = torch.zeros(8, WIDTH, device=mesh.device)
+        loss = lambda params, x: (x @ params["l0"]["w"] + torch.arange(1.0, device=mesh.device)).sum()  # noqa: E731
+        given = job(1, batch=batch, loss=loss)
+        if not step:
+            return given
+        plan = fs.make_plan(given["model"], mesh, [(".*", fs.fsdp("data"))], batch=P("data"))
+        return fs.make_train_step(loss, fs.optim.adamw(1e-3), plan), batch
+
+    mesh = make((4,), ("data",))
+    best = fs.sim.search(made, [mesh], FAST).best
+    assert best.mesh is mesh and best.remat is None
+    assert fs.sim.search(made, 4, FAST).best.mesh.device.type == "cpu"
 
 
 def test_longer_rows_count_the_more() -> None:

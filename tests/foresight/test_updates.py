@@ -146,6 +146,15 @@ def test_what_is_gathered_from_the_host_is_made_there(
     assert taken == pytest.approx((need + made_there) / 1e9, rel=1e-3)
 
 
+def test_casts_on_the_device_take_its_time() -> None:
+    step, _ = made(fs.optim.adamw(1e-3))
+    hardware, found = fs.sim.hardware("h100", short=True), []
+    for precision in (fs.Precision(), BF16):
+        plan = step.plan.replace(precision=precision)
+        found.append(updates(hardware.of(task_of(step, step.trace(BATCH), plan), plan))["l0"])
+    assert found[1] - found[0] == pytest.approx(SHARD / 2 * 1.5 / hardware.speed.bytes_per_s)
+
+
 def test_casts_of_frozen_leaves_are_made_once_a_step() -> None:
     step, task = made(fs.optim.adamw(1e-3), memory_kind="unpinned_host")
     rules = [fs.Rule("l0.*", fs.fsdp("data"), memory_kind="unpinned_host", trainable=False), (".*", fs.fsdp("data"))]

@@ -182,6 +182,22 @@ def test_a_script_without_a_guard_and_functions_of_main(tmp_path: Path) -> None:
     assert (run.stdout, run.returncode) == ("once 60\n", 0), run.stderr
 
 
+def closing(how: str) -> int:
+    """On a rank: its output is gone when it ends."""
+    getattr(sys.stdout, how)()
+    if how == "detach":
+        raise KeyError("mine")
+    return 1
+
+
+@processes
+@pytest.mark.slow
+def test_functions_that_close_their_output_say_what_became_of_them() -> None:
+    assert fs.launch(closing, "close", ranks=2, all_ranks=True) == [1, 1]
+    with pytest.raises(KeyError, match="mine"):
+        fs.launch(closing, "detach", ranks=2)
+
+
 @processes
 @pytest.mark.slow
 def test_a_caller_with_many_open_files() -> None:

@@ -214,7 +214,8 @@ def traceable(plan: Plan) -> Plan:
 
 def on_device(plan: Plan, device: str) -> Plan:
     """The same leaves and groups, for planning, on a device that need not be here."""
-    return replace(plan, mesh=replace(plan.mesh, device=torch.device(device), transport=None))
+    mesh = plan.mesh
+    return replace(plan, mesh=Mesh(mesh.sizes, mesh.axis_names, mesh.rank, torch.device(device)))
 
 
 def _traced_in(
