@@ -1,4 +1,4 @@
-"""What is kept in the memory of a rank's host: copies beside compute, and what its processors do there."""
+"""What it takes to keep shards on a device or on its host: copies between them, casts, and updates on either side."""
 
 from collections.abc import Iterator
 from dataclasses import replace

@@ -84,32 +84,33 @@ def remedies(seen: Foresight, step: TrainStep, remade: Remade | None = None) -> 
     now = seen.held(seen.least)
     seconds = seen.least.seconds if seen.hardware.costs is None else None
     yield Remedy(f"the policy {seen.least.policy}", now, now <= (seen.hardware.memory or 0), seconds)
-    single, slim, where, helped = [now], task, plan, 0
+    helping: list[Remedy] = []
+    slim, where, fewer = task, plan, False
     if remade is not None:
         made, batch = remade(remat="all")
         again = task_of(made, made.trace(batch), plan)
         found = held('remat="all": units are computed again in their backward', again, plan)
         if found.peak_bytes < WORTH * now:
+            helping, slim = [*helping, found], again
             yield found
-            single, slim, helped = [*single, found.peak_bytes], again, helped + 1
     rows = seen.rows // task.accumulate if along_rows(plan.batch) else 1
     if rows > 1:
         found = _fewer_rows(held, "", task, plan, rows)
         if found.peak_bytes < WORTH * now:
+            helping, fewer = [*helping, found], True
             yield found
-            single, helped = [*single, found.peak_bytes], helped + 1
-    away = ((words, _in_host_memory(plan, given)) for words, given in IN_HOST_MEMORY.items())
     least = WORTH * now
-    for words, other in [(words, other) for words, other in away if other is not None]:
+    for words, given in IN_HOST_MEMORY.items():
+        other = _in_host_memory(plan, given)
+        if other is None:
+            continue
         found = held(words, on_plan(task, other, step), other)
         if found.peak_bytes < least:
-            helped += where is plan
-            least, where = found.peak_bytes, other
-            single.append(found.peak_bytes)
+            helping, where, least = [*helping, found], other, found.peak_bytes
             yield found
-    if helped > 1:
+    if (slim is not task) + fewer + (where is not plan) > 1:
         found = _fewer_rows(held, "those that help, together", on_plan(slim, where, step), where, rows)
-        if found.peak_bytes < min(single):
+        if found.peak_bytes < min(each.peak_bytes for each in helping):
             yield found
     yield from _more_ranks(seen, step, task)
 

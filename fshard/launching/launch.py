@@ -46,7 +46,7 @@ def launch(fn: Callable[..., R], *args: Any, ranks: int, all_ranks: bool = False
     since threads and CUDA do not survive a fork: it does not matter what the notebook has done before.
 
     What rank 0 writes, progress bars included, is shown as it comes. No process is left behind: not by an error, not by
-    an interrupt, and not if this process is killed. (One that a rank has started in a session of its own is.)
+    an interrupt, and not if this process is killed. Only a process that a rank starts in a session of its own lives on.
 
     Args:
         fn: the function.
@@ -141,8 +141,8 @@ def _run(folder: str, ranks: int) -> None:
 def _end(nursery: "subprocess.Popen[bytes]", gone: IO[bytes]) -> None:
     """End the nursery, its ranks and what these have started, as workers of a DataLoader, and wait until they are gone.
 
-    The end of its input makes it do so: nobody else can wait for its children. If it does not, they are killed here.
-    What ranks have forked holds ``gone`` open until it is gone, too.
+    The nursery does so when its input ends, since it alone can wait for its children. If it fails to, all of them are
+    killed here. Processes that ranks have forked hold ``gone`` open as long as they live.
     """
     assert nursery.stdin is not None and nursery.stdout is not None and nursery.stderr is not None
     nursery.stdin.close()

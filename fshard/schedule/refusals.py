@@ -19,7 +19,7 @@ def other_mesh(lacking: Sequence[str], names: Sequence[str]) -> PlanError:
     """A mesh without the axes of a schedule."""
     return PlanError(
         f"the schedule has transfers over {', '.join(lacking)}, and the axes of the mesh are {', '.join(names)}: give "
-        f"the mesh of its plan, or one of other sizes with its axes"
+        f"the mesh of its plan"
     )
 
 

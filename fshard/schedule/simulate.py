@@ -140,8 +140,8 @@ def simulate(schedule: Schedule, costs: Costs, mesh: Mesh | None = None, noise: 
     Args:
         schedule: the schedule.
         costs: what its ops cost.
-        mesh: with ``noise``, the ranks: that which the schedule was made for, of up to some ten thousand. An abstract
-            mesh will do.
+        mesh: the ranks, given with ``noise``: the mesh that the schedule was made for, of up to some ten thousand
+            ranks. An abstract one will do. Bytes are the schedule's, so other sizes would be wrong.
         noise: how ranks differ. Without it they are alike, and one is simulated for all.
 
     Returns:

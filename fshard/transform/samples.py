@@ -147,7 +147,7 @@ def _each(loss_fn: LossFn, whole: Flat, paths: list[str], batch: Any) -> Flat:
 
 
 def _check_whole(plan: Plan, what: str) -> None:
-    """Refuse samples of which ranks have parts: each would take a part for a sample, and clip it by itself."""
+    """Refuse samples that several ranks have parts of: each rank would clip its part as if it were a sample."""
     spec = plan.batch
     if not along_rows(spec) or any(plan.mesh.axis_size(axes_of(entry)) > 1 for entry in spec.dims[1:]):
         raise PlanError(

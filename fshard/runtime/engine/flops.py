@@ -11,7 +11,8 @@ Formula = Callable[..., int]
 
 
 def formula(func: Any) -> Formula | None:
-    """What counts an operator's operations, called with its arguments and ``out_val=``; None where there are none.
+    """The function that counts an operator's operations; None if it has none. It takes the operator's arguments, and
+    its result as ``out_val=``.
 
     >>> count = formula(torch.ops.aten.mm.default)
     >>> count(torch.ones(2, 3), torch.ones(3, 4), out_val=torch.ones(2, 4))
