@@ -90,7 +90,8 @@ class Report:
         for note in self.notes:
             print(note)
         self.write(args)
-        return 1 if args.strict and any(row.short and row.strict for row in self.rows) else 0
+        missed = not self.rows or any(row.short and row.strict for row in self.rows)  # without rows nothing was shown
+        return 1 if args.strict and missed else 0
 
     def write(self, args: argparse.Namespace) -> None:
         """Write the JSON."""
@@ -117,7 +118,7 @@ def arguments(doc: str, add: Callable[[argparse.ArgumentParser], None] = lambda 
         description=doc.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
     cli.add_argument("--quick", action="store_true", help="fewer rounds and peers: a minute or so")
-    cli.add_argument("--strict", action="store_true", help="exit with 1 if a target is missed")
+    cli.add_argument("--strict", action="store_true", help="exit with 1 if a target is missed, or nothing was measured")
     cli.add_argument("--results", type=Path, help="folder of the JSON, instead of the usual one")
     add(cli)
     return cli.parse_args()

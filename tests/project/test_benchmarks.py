@@ -87,6 +87,8 @@ def test_only_strict_runs_fail_on_a_shortfall(
     assert {"commit", "torch", "device", "load", "load_after"} <= written["environment"].keys()
     report.rows = [bench.common.Row("a", "s", 2.0, target=1.0, strict=False)]
     assert report.finish(bench.common.arguments("A claim.")) == 0, "an absolute time is not judged"
+    report.rows = []
+    assert report.finish(bench.common.arguments("A claim.")) == status, "nothing was shown"
 
 
 def test_the_page_holds_what_was_measured(bench: Any, tmp_path: Path) -> None:
