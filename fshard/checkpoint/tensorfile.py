@@ -47,6 +47,9 @@ LIMIT = 100_000_000
 SPACE = 256 << 20
 """The most bytes of memory for the JSON of a header: that of some 200,000 tensors."""
 
+START = 9
+"""The bytes by which a file of the format is known: the length of the header, and the brace that opens it."""
+
 DIMS = 64
 """The most dims of a tensor."""
 
@@ -90,6 +93,15 @@ def write_header(tensors: Mapping[str, TensorMeta], metadata: Mapping[str, str])
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-(8 + len(text)) % ALIGN)
     return struct.pack("<Q", len(text)) + text
+
+
+def is_start(start: bytes) -> bool:
+    """Whether these are the first ``START`` bytes of a file of the format.
+
+    >>> is_start(write_header({}, {})[:START]), is_start(b"\\x80\\x02}q\\x00.")
+    (True, False)
+    """
+    return len(start) >= START and 2 <= int.from_bytes(start[:8], "little") <= LIMIT and start[8:START] == b"{"
 
 
 def read_header(file: File) -> dict[str, Stored]:

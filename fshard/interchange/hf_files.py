@@ -56,8 +56,7 @@ class HfFiles:
     def _add(self, file: Path) -> None:
         """Add the tensors of a file."""
         with _open(file) as opened:
-            start = bytes(opened.read(0, min(4, opened.size)))
-            if start == b"PK\x03\x04" or start[:2] in (b"\x80\x02", b"\x80\x04", b"\x80\x05"):
+            if is_pickle(bytes(opened.read(0, min(tensorfile.START, opened.size)))):
                 raise CheckpointError(
                     f"{file} is a pickle, as torch.save writes it, which can run code when it is loaded: fshard reads "
                     f"none. If you trust it, convert it: "
@@ -91,6 +90,19 @@ def _find_files(path: Path) -> tuple[list[Path], dict[str, str] | None]:
         return [folder / SINGLE], None
     weights = _read_index(folder)
     return [folder / name for name in dict.fromkeys(weights.values())], weights
+
+
+def is_pickle(start: bytes) -> bool:
+    """Whether a file begins as torch.save writes it, and not as safetensors do.
+
+    The first bytes of a pickle are also header lengths: ``80 02`` is 640 of them.
+
+    >>> is_pickle(b"\\x80\\x02}q\\x00."), is_pickle((640).to_bytes(8, "little") + b"{")
+    (True, False)
+    """
+    if tensorfile.is_start(start):
+        return False
+    return start[:4] == b"PK\x03\x04" or start[:2] in (b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05")
 
 
 def _open(path: Path, size: int | None = None) -> AbstractContextManager[File]:

@@ -1,6 +1,7 @@
 """Hugging Face's safetensors: read straight into shards, and written so that transformers loads them."""
 
 import json
+import pickle
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -301,6 +302,25 @@ def test_paths_that_hold_nothing(tmp_path: Path) -> None:
     torch.save(GOOD, tmp_path / "old.safetensors", _use_new_zipfile_serialization=False)
     with pytest.raises(CheckpointError, match="is a pickle"):
         fs.io.load_hf(tmp_path / "old.safetensors", small(), OPT)
+
+
+def test_no_header_length_makes_safetensors_a_pickle() -> None:
+    for length in range(2, 70_001):
+        start = length.to_bytes(8, "little") + b"{"
+        assert not hf_files.is_pickle(start), length
+    for kept in range(2, 6):
+        assert hf_files.is_pickle(pickle.dumps({"w": 1.0}, protocol=kept)), kept
+
+
+@pytest.mark.parametrize("length", [640, 1152, 1408, 640 + 65536])
+def test_headers_of_the_lengths_that_pickles_begin_with(tmp_path: Path, length: int) -> None:
+    leaves = {"a": torch.arange(6.0), "b": torch.ones(2, 3)}
+    bare = safetensors.torch.save(leaves, {"pad": ""})
+    text = safetensors.torch.save(leaves, {"pad": "x" * (length - int.from_bytes(bare[:8], "little"))})
+    assert int.from_bytes(text[:8], "little") == length
+    (tmp_path / SINGLE).write_bytes(text)
+    plan = flat_plan(leaves, fs.make_mesh((1,), ("shard",)))
+    assert torch.equal(fs.io.to_state_dict(fs.io.load_hf(tmp_path, plan, OPT))["a"], leaves["a"])
 
 
 def test_one_file_and_the_index_itself_can_be_named(tmp_path: Path) -> None:
