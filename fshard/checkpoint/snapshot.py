@@ -12,6 +12,7 @@ from torch import Tensor
 from fshard.checkpoint.ranges import Slice
 from fshard.checkpoint.write import chunked
 from fshard.runtime.comm.streams import Event, copy_stream, events
+from fshard.torch_internals import foreach_copy_
 
 ALIGN = 64
 """Bytes to which slices are aligned in a snapshot."""
@@ -91,7 +92,7 @@ class Staging:
     def _start(self, rows: list[Tensor], given: list[Tensor], chunk: Tensor, after: Sequence[Event]) -> "Arriving":
         parts = list(torch.split(chunk[: sum(map(len, rows))], [len(row) for row in rows]))
         with self.stream.after(after):
-            torch._foreach_copy_(parts, given, non_blocking=True)
+            foreach_copy_(parts, given, non_blocking=True)
             return Arriving(parts, rows, self.stream.record())
 
 
@@ -107,4 +108,4 @@ class Arriving:
         """Wait until they are in the chunk, and copy them from there."""
         if self.over is not None:
             self.over.synchronize()
-        torch._foreach_copy_(self.rows, self.parts)
+        foreach_copy_(self.rows, self.parts)

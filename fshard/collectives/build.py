@@ -6,7 +6,6 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
-from torch._compile import _disable_dynamo
 
 from fshard.arguments import kind
 from fshard.collectives.linear import Collect, Exchange, Gather, Permute, Ragged, Scatter
@@ -15,6 +14,7 @@ from fshard.collectives.scope import SCOPE, cutting
 from fshard.collectives.ties import applied
 from fshard.errors import CollectiveError, lines
 from fshard.sharding.mesh import Mesh
+from fshard.torch_internals import untraced_by_dynamo
 
 Args = ParamSpec("Args")
 Result = TypeVar("Result")
@@ -34,7 +34,7 @@ def untraced(fn: Callable[Args, Result]) -> Callable[Args, Result]:
         with cutting(mesh):
             return fn(*args, **kwargs)
 
-    return _disable_dynamo(call)
+    return untraced_by_dynamo(call)
 
 
 def gather(x: Tensor, group: Ranks, dim: int, tiled: bool, invariant: bool) -> Tensor:

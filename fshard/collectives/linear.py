@@ -34,6 +34,7 @@ from fshard.collectives import raw
 from fshard.collectives.compare import check_invariant
 from fshard.collectives.ranks import Ranks
 from fshard.collectives.refusals import no_derivative, untraceable, wrapped
+from fshard.torch_internals import DispatchModeKey, dispatch_mode, functorch, tracing_state
 
 Shape = tuple[int, ...]
 
@@ -328,10 +329,10 @@ def check_plain(x: Tensor, what: str) -> None:
     Raises:
         TransformError: it is one.
     """
-    if torch._C._functorch.is_functorch_wrapped_tensor(x):
+    if functorch.is_functorch_wrapped_tensor(x):
         raise wrapped(what)
-    proxy = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY)
-    if proxy is not None or torch._C._get_tracing_state() is not None:
+    proxy = dispatch_mode(DispatchModeKey.PROXY)
+    if proxy is not None or tracing_state() is not None:
         raise untraceable(what)
 
 

@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C import _functorch
 
 from fshard.collectives.linear import Collective, apply, differentiable
 from fshard.collectives.scope import SCOPE
+from fshard.torch_internals import forward_ad_level, functorch
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ class Tie(torch.autograd.Function):
 def ties_of(args: Sequence[Any]) -> Ties | None:
     """The ties of a call with these arguments; None if none of them is differentiated."""
     anchors = tuple(x for x in args if differentiable(x) and _moved(x))
-    return Ties(anchors, len(_functorch.get_interpreter_stack() or ())) if anchors else None
+    return Ties(anchors, len(functorch.get_interpreter_stack() or ())) if anchors else None
 
 
 def applied(x: Tensor, *ops: Collective) -> Tensor:
@@ -83,7 +83,7 @@ def applied(x: Tensor, *ops: Collective) -> Tensor:
     x = _tie(x, 0, ties.anchors)
     for op in ops:
         x = apply(x, op)
-    if _functorch.maybe_get_level(x) <= ties.depth:  # tensors of a transform inside do not outlive it
+    if functorch.maybe_get_level(x) <= ties.depth:  # tensors of a transform inside do not outlive it
         ties.results.append(x)
     return x
 
@@ -94,7 +94,7 @@ def _tie(x: Tensor, zeros: int, others: Sequence[Tensor]) -> Tensor:
 
 
 def _moved(x: Tensor) -> bool:
-    if _functorch.is_functorch_wrapped_tensor(x) or (torch.is_grad_enabled() and x.requires_grad):
+    if functorch.is_functorch_wrapped_tensor(x) or (torch.is_grad_enabled() and x.requires_grad):
         return True
     unpack: Any = torch.autograd.forward_ad.unpack_dual
-    return torch.autograd.forward_ad._current_level >= 0 and unpack(x).tangent is not None
+    return forward_ad_level() >= 0 and unpack(x).tangent is not None

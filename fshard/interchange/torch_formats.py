@@ -83,7 +83,6 @@ def local_part(value: Any, path: str, mesh: Mesh) -> tuple[Tensor, Placements]:
 
 def dump_metadata(contents: Contents, paths: Mapping[str, Sequence[Any]]) -> bytes:
     """The ``.metadata`` of a folder; ``paths`` gives by name the keys of a value in the nested state dict."""
-    from torch.distributed.checkpoint.filesystem import _StorageInfo
     from torch.distributed.checkpoint.metadata import (
         BytesStorageMetadata,
         ChunkStorageMetadata,
@@ -93,17 +92,19 @@ def dump_metadata(contents: Contents, paths: Mapping[str, Sequence[Any]]) -> byt
         TensorStorageMetadata,
     )
 
+    from fshard.torch_internals import StorageInfo
+
     listed: dict[str, Any] = {}
     places: dict[Any, Any] = {}
     for name, stored in contents.tensors.items():
         rows = []
         for number, chunk in enumerate(contents.chunks[name]):
             rows.append(ChunkStorageMetadata(torch.Size(chunk.block.offset), torch.Size(chunk.block.shape)))
-            place = _StorageInfo(chunk.where.file, chunk.where.begin, chunk.where.length)
+            place = StorageInfo(chunk.where.file, chunk.where.begin, chunk.where.length)
             places[MetadataIndex(name, chunk.block.offset, number)] = place
         listed[name] = TensorStorageMetadata(TensorProperties(stored.dtype), torch.Size(stored.shape), rows)
     for name, where in contents.others.items():
         listed[name] = BytesStorageMetadata()
-        places[MetadataIndex(name)] = _StorageInfo(where.file, where.begin, where.length)
+        places[MetadataIndex(name)] = StorageInfo(where.file, where.begin, where.length)
     planner = {name: tuple(keys) for name, keys in paths.items()}
     return pickle.dumps(Metadata(state_dict_metadata=listed, planner_data=planner, storage_data=places))

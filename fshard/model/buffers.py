@@ -16,8 +16,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.overrides import TorchFunctionMode
+
+from fshard.torch_internals import BatchNorm, dispatch_modes, functorch, peek_interpreter_stack
 
 Place = tuple[dict[str, Any], str]
 """A dict of some module (``_parameters`` or ``_buffers``) and a name in it."""
@@ -51,7 +52,7 @@ class Tracker:
         for owner in module.modules():
             if owner._buffers and _writes_silently(owner):
                 self._watched = True
-            elif isinstance(owner, _BatchNorm):
+            elif isinstance(owner, BatchNorm):
                 # torch's own forward counts a batch exactly when it lets the kernel write the statistics.
                 names = ("num_batches_tracked", "running_mean", "running_var")
                 leader, *led = (number.get((id(owner._buffers), name)) for name in names)
@@ -130,7 +131,7 @@ def _names(code: types.CodeType) -> Iterator[str]:
 
 def _plain() -> bool:
     """Whether no transform and no dispatch mode is active: they would take a kept clone for a constant."""
-    return torch._C._functorch.peek_interpreter_stack() is None and torch._C._len_torch_dispatch_stack() == 0
+    return peek_interpreter_stack() is None and dispatch_modes() == 0
 
 
 def _keepable(original: Tensor, clone: Tensor) -> bool:
@@ -140,7 +141,6 @@ def _keepable(original: Tensor, clone: Tensor) -> bool:
 
 def _batched(tensor: Any) -> bool:
     """Whether a tensor is batched by ``vmap``: a write there does not raise its version, so it counts as changed."""
-    functorch = torch._C._functorch
     while functorch.is_functorch_wrapped_tensor(tensor):
         if functorch.is_batchedtensor(tensor):
             return True

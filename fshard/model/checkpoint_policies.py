@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch._ops import OpOverloadPacket
 
 from fshard.errors import PlanError
+from fshard.torch_internals import OpOverloadPacket
 
 __all__ = ["SavePolicy", "dots", "everything", "nothing", "saving"]
 

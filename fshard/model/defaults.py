@@ -9,12 +9,11 @@ from collections.abc import Callable
 from typing import Any
 
 from torch import nn
-from torch.nn.modules.batchnorm import _NormBase
-from torch.nn.modules.conv import _ConvNd
 from torch.nn.modules.rnn import RNNBase, RNNCellBase
 
 from fshard.model import init
 from fshard.model.init import Initializer
+from fshard.torch_internals import ConvNd, NormBase
 
 Inits = dict[str, Initializer]
 
@@ -41,7 +40,7 @@ def _own(module: nn.Module) -> Inits:
     return {}
 
 
-def _weighted(module: nn.Linear | _ConvNd) -> Inits:
+def _weighted(module: nn.Linear | ConvNd) -> Inits:
     # Where the weight is computed at each read, as by spectral_norm, reading it may move buffers.
     if isinstance(module, nn.Linear):
         fan_in = module.in_features
@@ -77,9 +76,9 @@ def _transformer(module: nn.Transformer) -> Inits:
 
 
 _RULES: tuple[tuple[tuple[type[nn.Module], ...], Callable[[Any], Inits]], ...] = (
-    ((nn.Linear, _ConvNd), _weighted),
+    ((nn.Linear, ConvNd), _weighted),
     ((nn.Embedding, nn.EmbeddingBag), _embedding),
-    ((nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, _NormBase), lambda _: {"weight": init.ones(), "bias": init.zeros()}),
+    ((nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, NormBase), lambda _: {"weight": init.ones(), "bias": init.zeros()}),
     ((nn.Bilinear,), lambda module: dict.fromkeys(("weight", "bias"), _bounded(module.in1_features))),
     ((nn.PReLU,), lambda module: {"weight": init.constant(module.init)}),
     ((RNNBase, RNNCellBase), _recurrent),

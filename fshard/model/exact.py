@@ -16,9 +16,11 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch._C import _functorch
 from torch.nn import functional as F  # noqa: N812
 from torch.overrides import TorchFunctionMode
+
+from fshard.torch_internals import custom_function_call, functorch
+from fshard.torch_internals import weight_norm as fused_weight_norm
 
 Op = Callable[..., Any]
 Maybe = Tensor | None
@@ -232,12 +234,12 @@ RULES: Mapping[Op, Rule] = {
     torch.cholesky_inverse: Rule(_forward),
     torch.scatter_reduce: Rule(_forward),
     torch.Tensor.scatter_reduce: Rule(_forward),
-    torch._weight_norm: Rule(_second, weight_norm),
+    fused_weight_norm: Rule(_second, weight_norm),
 }
 """Operators whose derivatives are wrong or missing in PyTorch 2.11 to 2.13."""
 
-_CUSTOM = torch._functorch.autograd_function.custom_function_call
-_JVP, _GRAD = _functorch.TransformType.Jvp, _functorch.TransformType.Grad
+_CUSTOM = custom_function_call
+_JVP, _GRAD = functorch.TransformType.Jvp, functorch.TransformType.Grad
 
 
 class Exact(TorchFunctionMode):
@@ -260,7 +262,7 @@ class Exact(TorchFunctionMode):
                 self.used = True
                 return self.by_reverse(args[0].apply)(*args[1:], **kwargs)
             return func(*args, **kwargs)
-        if _functorch.peek_interpreter_stack() is None or not rule.when(_active(args)):
+        if functorch.peek_interpreter_stack() is None or not rule.when(_active(args)):
             return func(*args, **kwargs)
         self.used = True
         return (rule.formula or self.by_reverse(func))(*args, **kwargs)
@@ -268,7 +270,7 @@ class Exact(TorchFunctionMode):
 
 def _active(args: Any) -> Transforms:
     """The transforms that are active around an operator with these arguments."""
-    stack = [level.key() for level in _functorch.get_interpreter_stack() or ()]  # the outermost first
+    stack = [level.key() for level in functorch.get_interpreter_stack() or ()]  # the outermost first
     kinds = [kind for kind in stack if kind in (_JVP, _GRAD)]
     recorded, forward = _recorded(args), kinds.count(_JVP)
     nested = forward > 0 and (recorded or kinds[0] == _GRAD or forward > 1)
@@ -280,8 +282,8 @@ def _recorded(args: Any) -> bool:
     if not torch.is_grad_enabled():
         return False
     for tensor in args:
-        while isinstance(tensor, Tensor) and _functorch.is_functorch_wrapped_tensor(tensor):
-            tensor = _functorch.get_unwrapped(tensor)
+        while isinstance(tensor, Tensor) and functorch.is_functorch_wrapped_tensor(tensor):
+            tensor = functorch.get_unwrapped(tensor)
         if isinstance(tensor, Tensor) and tensor.requires_grad:
             return True
     return False

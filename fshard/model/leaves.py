@@ -14,6 +14,7 @@ from fshard.model import refusals
 from fshard.model.buffers import Place
 from fshard.model.unit import slot_of
 from fshard.patterns import bad_regex, meant_by
+from fshard.torch_internals import DisableTorchFunctionSubclass
 
 
 class LeafOrder:
@@ -37,7 +38,7 @@ class LeafOrder:
         found = self.read(given)
         if found is not None and all([issubclass(kind, Tensor) for kind in set(map(type, found))]):
             # Leaves may be tensors of a class that answers each question in Python.
-            with torch._C.DisableTorchFunctionSubclass():
+            with DisableTorchFunctionSubclass():
                 if self._shapes is None or [leaf.shape for leaf in found] == self._shapes:
                     return found
         return self._explained(given)

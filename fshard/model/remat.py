@@ -16,7 +16,6 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
-from torch._C import _functorch
 from torch.overrides import TorchFunctionMode
 
 from fshard import tree
@@ -25,6 +24,7 @@ from fshard.errors import PlanError, RematError, TransformError
 from fshard.model.checkpoint_policies import SavePolicy, nothing
 from fshard.model.checkpointed import checkpointed
 from fshard.model.exact import Exact
+from fshard.torch_internals import functorch
 
 Fn = TypeVar("Fn", bound=Callable[..., Any])
 Flat = Callable[..., tuple[Tensor, ...]]
@@ -69,7 +69,7 @@ def remat(fn: Fn, policy: SavePolicy | None = None) -> Fn:
 
     @functools.wraps(fn)
     def again(*args: Any, **kwargs: Any) -> Any:
-        transformed = _functorch.peek_interpreter_stack() is not None
+        transformed = functorch.peek_interpreter_stack() is not None
         if torch.compiler.is_compiling() and transformed:
             return fn(*args, **kwargs)
         if torch.compiler.is_compiling() or (policy.ops and not transformed):
@@ -176,7 +176,7 @@ def _exact() -> Iterator[Exact]:
         # Whether torch.utils.checkpoint itself raised: the innermost frames are its own, or those of its hooks.
         files = [frame.f_code.co_filename for frame, _ in walk_tb(error.__traceback__)][-3:]
         in_checkpoint = any(file.endswith("checkpoint.py") and "torch" in file for file in files)
-        if in_checkpoint and _functorch.peek_interpreter_stack() is not None:
+        if in_checkpoint and functorch.peek_interpreter_stack() is not None:
             raise TransformError(
                 "torch.utils.checkpoint was called under a transform of torch.func, which forbids the hooks that it "
                 "needs: call fs.remat(fn)(*args) in its place, which works under every transform, or fn itself: "
@@ -225,8 +225,8 @@ def _own(outs: Sequence[Tensor], given: Sequence[Tensor]) -> tuple[Tensor, ...]:
 def _vjp(of: Flat, primals: Sequence[Tensor], cotangents: Sequence[Tensor]) -> tuple[Tensor, ...]:
     pull = torch.func.vjp(of, *primals)[1]
     # Autograd takes formulas that have a forward derivative only where a graph is made.
-    stack = _functorch.get_interpreter_stack() or ()
-    forward = any(level.key() == _functorch.TransformType.Jvp for level in stack)
+    stack = functorch.get_interpreter_stack() or ()
+    forward = any(level.key() == functorch.TransformType.Jvp for level in stack)
     grads: tuple[Tensor, ...] = pull(cotangents, create_graph=forward or torch.is_grad_enabled())
     return grads
 
@@ -272,11 +272,11 @@ class NoCaptures(TorchFunctionMode):
 
 
 def _foreign(tensor: Tensor) -> bool:
-    if not _functorch.is_functorch_wrapped_tensor(tensor):
+    if not functorch.is_functorch_wrapped_tensor(tensor):
         return tensor.requires_grad
-    level, batched = _functorch.maybe_get_level(tensor), _functorch.is_batchedtensor(tensor)
-    vmap = _functorch.TransformType.Vmap
-    stack = _functorch.get_interpreter_stack() or ()
+    level, batched = functorch.maybe_get_level(tensor), functorch.is_batchedtensor(tensor)
+    vmap = functorch.TransformType.Vmap
+    stack = functorch.get_interpreter_stack() or ()
     # Transforms that begin inside take the level of a suspended one, so the kinds must agree too.
     return not any(one.level() == level and (one.key() == vmap) == batched for one in stack)
 

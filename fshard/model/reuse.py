@@ -8,11 +8,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C import _functorch
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
 
 from fshard.errors import KeyReuseError
+from fshard.torch_internals import FakeTensor, functorch, graph_task
 
 PACKAGES = (str(Path(__file__).parents[1]), str(Path(torch.__file__).parent))
 
@@ -26,7 +25,7 @@ class Reuse(TorchFunctionMode):
         self.seen: dict[tuple[int, ...], list[tuple[Any, str]]] = {}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is self.draw and torch._C._current_graph_task_id() == -1:
+        if func is self.draw and graph_task() == -1:
             self._record(args[0], args[1])
         return func(*args, **(kwargs or {}))
 
@@ -65,15 +64,15 @@ def _range(box: Any) -> tuple[int, int]:
 
 
 def _readable(value: Tensor) -> bool:
-    wrapped = _functorch.is_functorch_wrapped_tensor(value)
+    wrapped = functorch.is_functorch_wrapped_tensor(value)
     return not wrapped and not isinstance(value, FakeTensor) and value.device.type != "meta"
 
 
 def _rows(key: Tensor) -> Iterator[tuple[int, ...]]:
     """The keys that a tensor holds: one for each sample of the vmaps around it."""
-    while _functorch.is_functorch_wrapped_tensor(key):
-        dim = _functorch.maybe_get_bdim(key)
-        key = _functorch.get_unwrapped(key)
+    while functorch.is_functorch_wrapped_tensor(key):
+        dim = functorch.maybe_get_bdim(key)
+        key = functorch.get_unwrapped(key)
         key = key.movedim(dim, 0) if dim >= 0 else key
     if _readable(key):
         yield from map(tuple, key.reshape(-1, 2).tolist())

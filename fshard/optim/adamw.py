@@ -9,6 +9,7 @@ from torch import Tensor
 from fshard.optim import checks
 from fshard.optim.base import Fused, Rate, State, States, Tensors
 from fshard.optim.decay import Decay, Decaying
+from fshard.torch_internals import fused_adamw_
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,7 @@ class adamw(Decaying, Fused):  # noqa: N801 - reads as the function it is in a t
         # Kernels read the step from a tensor on their own device, and only read it: one serves every slice. A
         # fill needs no copy from the host, so it never waits for the device.
         count = torch.full((), float(step), dtype=torch.float32, device=params[0].device)
-        torch._fused_adamw_(
+        fused_adamw_(
             params,
             grads,
             [state["exp_avg"] for state in states],

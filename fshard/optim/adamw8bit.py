@@ -7,12 +7,12 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
-from torch.utils._python_dispatch import _disable_current_modes
 
 from fshard.optim import checks
 from fshard.optim.base import Rate, State, States, Tensors, Unfused
 from fshard.optim.decay import Decay, Decaying
 from fshard.optim.form import Form, Grain, zeros
+from fshard.torch_internals import disable_current_modes
 
 DECADES = 7
 """Powers of ten that codes span."""
@@ -124,7 +124,7 @@ def _codes(signed: bool) -> Tensor:
 @functools.cache
 def _table(signed: bool, device: torch.device) -> Tensor:
     """The values on a device, copied there once: an update must not wait for the device."""
-    with _disable_current_modes():
+    with disable_current_modes():
         return _codes(signed).to(device)
 
 

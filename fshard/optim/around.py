@@ -10,6 +10,7 @@ from fshard.optim import checks
 from fshard.optim.base import Optimizer, State, States, Tensors, unscale
 from fshard.optim.compose import Inner
 from fshard.optim.form import Form
+from fshard.torch_internals import foreach_add_, foreach_lerp_, foreach_zero_
 
 EMA = "ema"
 """The name under which averaged parameters are kept."""
@@ -59,7 +60,7 @@ class ema(Inner):  # noqa: N801 - reads as the function it is in a train script
         if params and (found_inf is None or found_inf.item() != 1):
             kept = [state[EMA] for state in states]
             new = [param.to(mean.dtype) for param, mean in zip(params, kept, strict=True)]
-            torch._foreach_lerp_(kept, new, 1 - self.decay)
+            foreach_lerp_(kept, new, 1 - self.decay)
 
 
 @dataclass(frozen=True)
@@ -114,8 +115,8 @@ class every(Inner):  # noqa: N801
         carried = [state[CARRIED] for state in states]
         if step % self.steps:
             unscale(grads, more.get("grad_scale"))
-            torch._foreach_add_(carried, grads)
+            foreach_add_(carried, grads)
             return
         more["late"] = self.number(more.get("late", 0))
         self.opt.update(params, grads, states, step=self.number(step), hyper=hyper, **more)
-        torch._foreach_zero_(carried)
+        foreach_zero_(carried)

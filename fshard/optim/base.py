@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from fshard import errors
+from fshard.torch_internals import foreach_div_
 
 Rate = float | Callable[[int], float]
 """A learning rate: a number, or a pure function of the step that counts from 0 for the first update.
@@ -184,4 +185,4 @@ def rate(lr: Rate, step: int) -> float:
 def unscale(grads: Tensors, scale: Tensor | None) -> None:
     """Divide gradients by their scale, in place; ``None`` stands for 1."""
     if scale is not None and grads:
-        torch._foreach_div_(grads, scale.to(grads[0].dtype).view(()))
+        foreach_div_(grads, scale.to(grads[0].dtype).view(()))

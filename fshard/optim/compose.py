@@ -5,7 +5,6 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-import torch
 from torch import Tensor
 
 from fshard.arguments import expect
@@ -14,6 +13,7 @@ from fshard.optim.base import Optimizer, Rate, State, States, Tensors, rate, uns
 from fshard.optim.contract import Contract, contract, with_rate
 from fshard.optim.form import Form, Grain, LeafInfo
 from fshard.patterns import meant_by
+from fshard.torch_internals import foreach_add_, foreach_clamp_max_, foreach_clamp_min_, foreach_mul_
 
 ANY = r"(?s:.*)"
 """Matches every path. A rule of this pattern without an optimizer may decide no leaf."""
@@ -164,6 +164,7 @@ class clip_value:  # noqa: N801
     Args:
         limit: the largest size of an element, > 0.
 
+    >>> import torch
     >>> grads = [torch.tensor([3.0, -0.1])]
     >>> clip_value(1.0).apply([], grads, 1); grads
     [tensor([ 1.0000, -0.1000])]
@@ -176,8 +177,8 @@ class clip_value:  # noqa: N801
 
     def apply(self, params: list[Tensor], grads: list[Tensor], step: int) -> None:
         """Clip."""
-        torch._foreach_clamp_max_(grads, float(self.limit))
-        torch._foreach_clamp_min_(grads, -float(self.limit))
+        foreach_clamp_max_(grads, float(self.limit))
+        foreach_clamp_min_(grads, -float(self.limit))
 
 
 @dataclass(frozen=True)
@@ -198,7 +199,7 @@ class scale:  # noqa: N801
 
     def apply(self, params: list[Tensor], grads: list[Tensor], step: int) -> None:
         """Multiply."""
-        torch._foreach_mul_(grads, rate(self.factor, step))
+        foreach_mul_(grads, rate(self.factor, step))
 
 
 @dataclass(frozen=True)
@@ -219,7 +220,7 @@ class add_decay:  # noqa: N801
 
     def apply(self, params: list[Tensor], grads: list[Tensor], step: int) -> None:
         """Add."""
-        torch._foreach_add_(grads, params, alpha=float(self.rate))
+        foreach_add_(grads, params, alpha=float(self.rate))
 
 
 @dataclass(frozen=True)
@@ -258,6 +259,7 @@ class chain(Inner):  # noqa: N801
         *parts: ``clip_value``, ``scale``, ``add_decay``, or anything with their ``apply``; an optimizer at the end.
 
     >>> from fshard.optim import sgd
+    >>> import torch
     >>> opt, w = chain(clip_value(1.0), sgd(0.5)), torch.zeros(2)
     >>> opt.update([w], [torch.tensor([4.0, 0.5])], [{}], step=1, hyper=0.0)
     >>> w

@@ -8,6 +8,7 @@ from torch import Tensor
 from fshard.optim import checks
 from fshard.optim.base import Rate, State, States, Tensors, Unfused
 from fshard.optim.decay import Decay, Decaying
+from fshard.torch_internals import foreach_add_, foreach_lerp, foreach_lerp_, foreach_mul_, foreach_sign_
 
 
 @dataclass(frozen=True)
@@ -46,9 +47,9 @@ class lion(Decaying, Unfused):  # noqa: N801 - reads as the function it is in a 
 
     def _update(self, params: Tensors, grads: Tensors, states: States, step: int, lr: float, hyper: float) -> None:
         kept = [state["exp_avg"] for state in states]
-        direction = torch._foreach_lerp(kept, grads, 1 - self.betas[0])
-        torch._foreach_sign_(direction)
+        direction = foreach_lerp(kept, grads, 1 - self.betas[0])
+        foreach_sign_(direction)
         if hyper:
-            torch._foreach_mul_(params, 1 - lr * hyper)
-        torch._foreach_add_(params, direction, alpha=-lr)
-        torch._foreach_lerp_(kept, grads, 1 - self.betas[1])
+            foreach_mul_(params, 1 - lr * hyper)
+        foreach_add_(params, direction, alpha=-lr)
+        foreach_lerp_(kept, grads, 1 - self.betas[1])

@@ -11,6 +11,7 @@ from fshard.optim import checks
 from fshard.optim.base import Rate, State, States, Tensors, Unfused
 from fshard.optim.decay import Decay, Decaying
 from fshard.optim.form import Form, Grain, LeafInfo
+from fshard.torch_internals import foreach_lerp, foreach_lerp_, foreach_mul_
 
 Hyper = tuple[int, int, float]
 """Rows, columns and the weight decay."""
@@ -101,10 +102,10 @@ class muon(Decaying, Unfused):  # noqa: N801 - reads as the function it is in a 
         larger, ratio = max(rows, columns), max(1.0, rows / columns)
         factor = {"original": math.sqrt(ratio), "match_rms_adamw": 0.2 * math.sqrt(larger), "none": 1.0}[self.adjust]
         kept = [state["momentum_buffer"] for state in states]
-        torch._foreach_lerp_(kept, grads, 1 - self.momentum)
-        directions = torch._foreach_lerp(grads, kept, self.momentum) if self.nesterov else kept
+        foreach_lerp_(kept, grads, 1 - self.momentum)
+        directions = foreach_lerp(grads, kept, self.momentum) if self.nesterov else kept
         if decay:
-            torch._foreach_mul_(params, 1 - lr * decay)
+            foreach_mul_(params, 1 - lr * decay)
         for param, direction in zip(params, directions, strict=True):
             matrices = direction.view(-1, rows, columns)
             if len(matrices) == 1:

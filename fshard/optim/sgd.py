@@ -9,6 +9,7 @@ from torch import Tensor
 from fshard.optim import checks
 from fshard.optim.base import Fused, Rate, State, States, Tensors
 from fshard.optim.decay import Decay, Decaying
+from fshard.torch_internals import fused_sgd_
 
 
 @dataclass(frozen=True)
@@ -60,7 +61,7 @@ class sgd(Decaying, Fused):  # noqa: N801 - reads as the function it is in a tra
                     scaled = grad.float() if scaling["grad_scale"] is None else grad.float() / scaling["grad_scale"]
                     self._update_half(param, scaled, state, lr, hyper, first)
             return
-        torch._fused_sgd_(
+        fused_sgd_(
             params,
             grads,
             [state["momentum_buffer"] for state in states] if self.momentum else [],

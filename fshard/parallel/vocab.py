@@ -14,6 +14,7 @@ from fshard.collectives.linear import is_fake
 from fshard.errors import PlanError
 from fshard.parallel.checks import check_cut
 from fshard.sharding.mesh import Mesh
+from fshard.torch_internals import assert_async, functorch
 
 
 def vocab_embedding(
@@ -142,13 +143,13 @@ def _losses(logits: Tensor, local: Tensor, classes: int, axis: str, mesh: Mesh |
 
 def _check_ids(ids: Tensor, count: int, ignored: int | None, what: str) -> None:
     """Refuse numbers outside of the vocabulary; on a GPU by an assertion there, without a host sync."""
-    if is_fake(ids) or torch._C._functorch.is_functorch_wrapped_tensor(ids):
+    if is_fake(ids) or functorch.is_functorch_wrapped_tensor(ids):
         return
     wrong = (ids < 0) | (ids >= count)
     if ignored is not None:
         wrong &= ids != ignored
     if ids.device.type != "cpu":
-        torch._assert_async(~wrong.any())
+        assert_async(~wrong.any())
     elif wrong.any():
         raise PlanError(
             f"{what}: {int(wrong.sum())} of {ids.numel()} numbers, the first {int(ids[wrong][0])}, are not in a "

@@ -14,7 +14,6 @@ from typing import Any, NoReturn, Protocol
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import _disable_current_modes
 
 from fshard import tree
 from fshard.arguments import described
@@ -24,6 +23,7 @@ from fshard.runtime.engine.proxies import METADATA, PLACE
 from fshard.sharding.plan import Plan
 from fshard.state.flat import Flat, Form, mark_of
 from fshard.state.train_state import TrainState
+from fshard.torch_internals import DisableTorchFunctionSubclass, disable_current_modes
 
 PART = "part of a step"
 """What ranks call a part when they compare their calls. They compare which part it is besides."""
@@ -86,7 +86,7 @@ class Later(Tensor):
         if func in PLACE:
             return PLACE[func](args[0].lies_on)
         if func in METADATA:
-            with torch._C.DisableTorchFunctionSubclass():
+            with DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
         args, kwargs = tree.map(current, (args, kwargs or {}))
         return func(*args, **kwargs)
@@ -130,7 +130,7 @@ class Number:
 
     def tensor(self, running: Running) -> Tensor:
         """It as a tensor of the step."""
-        with _disable_current_modes():
+        with disable_current_modes():
             made = later(_scalar(self.dtype), torch.device("cpu"), lambda: running.number(self))
         made._fshard_number = self  # type: ignore[attr-defined]
         return made
@@ -170,7 +170,7 @@ class RunningFlat(Flat):
     def leaves(self) -> list[Tensor]:
         """A tensor for each leaf, whose value is asked for when it is read."""
         device = self.form.plan.mesh.device
-        with _disable_current_modes():  # a trace would make them fake tensors
+        with disable_current_modes():  # a trace would make them fake tensors
             likes = enumerate(self.form.likes)
             return self.marked([later(like, device, functools.partial(self._leaf, n)) for n, like in likes])
 

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from fshard import tree
 from fshard.errors import CollectiveError, lines
+from fshard.torch_internals import functorch
 
 
 def check_captured(f: Callable[..., Any]) -> None:
@@ -30,7 +31,7 @@ def check_captured(f: Callable[..., Any]) -> None:
 
 def _needs_gradient(value: Any) -> bool:
     if isinstance(value, Tensor):
-        return value.requires_grad or torch._C._functorch.is_functorch_wrapped_tensor(value)
+        return value.requires_grad or functorch.is_functorch_wrapped_tensor(value)
     return isinstance(value, nn.Module) and any(leaf.requires_grad for leaf in value.parameters())
 
 

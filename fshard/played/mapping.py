@@ -5,7 +5,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from fshard import tree
@@ -25,6 +24,7 @@ from fshard.played.transport import VirtualTransport
 from fshard.played.virtual import VirtualMesh
 from fshard.sharding.mesh import Mesh
 from fshard.sharding.spec import P
+from fshard.torch_internals import peek_interpreter_stack
 from fshard.tree import Tree
 
 
@@ -193,7 +193,7 @@ class Mapped:
     def _check_whole(self, leaves: list[Any], names: list[str]) -> None:
         """Compare global tensors between ranks. Inside of a transform their values are not known."""
         check = self._checks(leaves, [])
-        if self.mesh.size == 1 or not check or torch._C._functorch.peek_interpreter_stack() is not None:
+        if self.mesh.size == 1 or not check or peek_interpreter_stack() is not None:
             return
         for leaf, name in zip(leaves, names, strict=True):
             if isinstance(leaf, Tensor):

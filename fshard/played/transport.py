@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import _disable_current_modes
 
 from fshard.errors import CommError
 from fshard.played.cooperative import RankThread, playing
@@ -18,6 +17,7 @@ from fshard.runtime.comm import Communicator, Handle
 from fshard.runtime.comm.communicator import Events, SingleRank, Sizes
 from fshard.runtime.comm.row_sums import sum_rows
 from fshard.sharding.mesh import Axes, Mesh
+from fshard.torch_internals import DisableTorchFunction, disable_current_modes
 
 Part = dict[str, Any]
 
@@ -213,7 +213,7 @@ class VirtualCommunicator:
 def _performed(perform: Callable[[list[Part]], None], parts: list[Part]) -> None:
     """Move the data of all ranks, unseen by modes of the rank that comes last, such as those of checkpointing."""
     inference = any(part["out"].is_inference() for part in parts)
-    with _disable_current_modes(), torch._C.DisableTorchFunction(), torch.inference_mode(inference), torch.no_grad():
+    with disable_current_modes(), DisableTorchFunction(), torch.inference_mode(inference), torch.no_grad():
         perform(parts)
 
 

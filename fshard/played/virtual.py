@@ -17,6 +17,7 @@ from fshard.played.everywhere import join
 from fshard.played.transport import VirtualTransport
 from fshard.runtime.comm.devices import keep_device_guard, own_device
 from fshard.sharding.mesh import Mesh, resolve_sizes
+from fshard.torch_internals import peek_interpreter_stack
 from fshard.tracebacks import hide
 
 
@@ -119,7 +120,7 @@ class VirtualMesh(Mesh):
         >>> mesh.run(lambda: psum(axis_index("data", mesh=mesh), "data", mesh=mesh))
         [0, 3, 6]
         """
-        if torch._C._functorch.peek_interpreter_stack() is not None:
+        if peek_interpreter_stack() is not None:
             raise TransformError(
                 "mesh.run was called under a transform of torch.func, which does not reach the threads of ranks: make "
                 "the transform inside of the function, or use fs.shard_map, which can be transformed"

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C._functorch import peek_interpreter_stack
 
 from fshard import tree
 from fshard.collectives import raw
@@ -27,6 +26,7 @@ from fshard.sharding.layout import Group
 from fshard.sharding.plan import Plan
 from fshard.state.pack import cut_leaves, join_leaves
 from fshard.state.train_state import TrainState
+from fshard.torch_internals import peek_interpreter_stack
 
 REMEDY = "The step computed a loss from the same batch. See whether the loss needs other ranks or a train step."
 

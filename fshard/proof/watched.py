@@ -5,7 +5,6 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from torch import Tensor
-from torch._C._functorch import peek_interpreter_stack
 
 from fshard import tree
 from fshard.errors import PlanError
@@ -16,6 +15,7 @@ from fshard.runtime.execution import Update
 from fshard.runtime.steps import Outcome, Verdict
 from fshard.sharding.plan import Plan
 from fshard.state.train_state import TrainState
+from fshard.torch_internals import peek_interpreter_stack
 from fshard.training.metrics import Metrics
 from fshard.training.ran import Ran
 from fshard.training.step import Asked, TrainStep

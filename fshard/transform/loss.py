@@ -38,6 +38,7 @@ from fshard.runtime.steps.refusals import unlike_losses
 from fshard.runtime.steps.rows import NUMBERS, Rows, rows_of, uneven_rows
 from fshard.sharding.plan import Plan
 from fshard.state.equal import Equal
+from fshard.torch_internals import DisableFuncTorch
 from fshard.transform.gather import Resharding, Versions, gather_all
 
 LossFn = Callable[[Any, Any], Any]
@@ -191,7 +192,7 @@ class ShardedLoss:
         if others.size > 1:
             apply(loss.total.detach(), Settle(others, "the loss of the same batch", True))
         data = Ranks(mesh, self.plan.data_axes)
-        with torch._C._DisableFuncTorch():
+        with DisableFuncTorch():
             own = torch.tensor([digest(leading_dims(batch))], device="cpu")
             rows = exchange(mesh_communicator(self.plan.mesh), own).flatten().tolist()
         if data.size == 1 or len(set(rows)) > 1:
@@ -261,7 +262,7 @@ def _handshake(
     """
     status = OK if failure is None else CUT if isinstance(failure, CommError) else FAILED
     mine = [status, digest(place), facts.number, *_mean_row(batch, loss, sizes)]
-    with torch._C._DisableFuncTorch():  # a transform under way would wrap what is sent
+    with DisableFuncTorch():  # a transform under way would wrap what is sent
         rows = announce(comm, "sharded loss", mine)
         if any(row[0] for row in rows):
             raise_failure(comm, failure, [row[0] for row in rows], status)

@@ -91,7 +91,9 @@ def test_the_device_of_a_process_group_is_obeyed() -> None:
 def test_a_guard_of_cuda_devices_outlives_the_ranks_that_need_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """PyTorch keeps the first one for all threads, and frees it with the thread that asked for it."""
     made: list[threading.Thread] = []
-    monkeypatch.setattr(torch._C, "_ensureCUDADeviceGuardSet", lambda: made.append(threading.current_thread()))
+    monkeypatch.setattr(
+        "fshard.runtime.comm.devices.set_cuda_device_guard", lambda: made.append(threading.current_thread())
+    )
     for built, there, count in ((False, False, 0), (True, True, 0), (True, False, 1)):
         keep_device_guard.cache_clear()
         monkeypatch.setattr(torch.backends.cuda, "is_built", lambda built=built: built)

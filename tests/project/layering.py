@@ -11,7 +11,7 @@ from functools import cached_property
 from pathlib import Path
 
 LAYERS = (
-    ("errors", "tree", "version", "arguments", "writing", "patterns", "tracebacks", "markup", "_torch"),
+    ("errors", "tree", "version", "arguments", "writing", "patterns", "tracebacks", "markup", "torch_internals"),
     ("model", "optim"),
     ("sharding",),
     ("schedule",),
@@ -43,9 +43,13 @@ FLOORS = (("comm",), ("memory",), ("engine", "graphs"), ("execution",), ("steps"
 OWNERS = {"torch.distributed": "runtime.comm", "optree": "tree"}
 """Who alone may import a library: a module, or a folder with all of its modules."""
 
-EXCEPTIONS = {("interchange.torch_formats", "torch.distributed")}
+EXCEPTIONS = {("interchange.torch_formats", "torch.distributed"), ("torch_internals", "torch.distributed")}
 """Modules that may import a library beside its owner: DTensor and the metadata of torch.distributed.checkpoint are
-classes of that library, which must be made to be given back; no communication goes through them."""
+classes of that library, which must be made to be given back, and some of its names are private. No communication goes
+through them."""
+
+INTERNALS = "torch_internals"
+"""The file that alone may use names of PyTorch that are not public."""
 
 SCOPES = {("fshard.collectives.scope", "SCOPE")}
 """The context variables that may be: which mesh an axis name means is a matter of the calls around, as in JAX."""
@@ -247,6 +251,28 @@ def _uses(module: Module, library: str) -> Iterator[ast.stmt | ast.expr]:
                 yield node
 
 
+def private_names_of_torch(modules: Modules) -> list[str]:
+    """Names of PyTorch that are not public, outside of the file that owns them; ``torch.ops`` may be used."""
+    problems = []
+    for module in modules.values():
+        used = {(node.lineno, name) for name, node in module.imports if name.startswith("torch.")}
+        for node in module.nodes:
+            if isinstance(node, ast.Attribute):
+                name = ast.unparse(node)
+                if name.startswith(("torch.", "c10d.", "dist.")) and not name.startswith("torch.ops."):
+                    used.add((node.lineno, name))
+        if module.name.partition(".")[2] != INTERNALS:
+            private = {line: name for line, name in sorted(used) if _private(name)}
+            problems += [
+                f"{module.file}:{n}: uses {name}; import it from fshard.{INTERNALS}" for n, name in private.items()
+            ]
+    return problems
+
+
+def _private(name: str) -> bool:
+    return any(part.startswith("_") and not part.startswith("__") for part in name.split("."))
+
+
 def global_statements(modules: Modules) -> list[str]:
     """Functions that assign to names of their module."""
     return [
@@ -324,6 +350,7 @@ RULES: tuple[Rule, ...] = (
     upward_floors,
     import_cycles,
     foreign_uses,
+    private_names_of_torch,
     global_statements,
     shared_state,
     long_files,

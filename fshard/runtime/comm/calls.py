@@ -13,6 +13,7 @@ from fshard.runtime.comm.communicator import Communicator
 from fshard.runtime.comm.exchange import exchange, exchange_text
 from fshard.schedule.transfers import COLLECTIVES
 from fshard.sharding.mesh import Mesh
+from fshard.torch_internals import DisableFuncTorch, DispatchModeKey, dispatch_mode
 
 WIDTH = 12
 """Numbers of a row: the call, and further values that it compares. All rows have this length, and no other message has
@@ -46,7 +47,7 @@ def announce(comm: Communicator, call: str, values: Sequence[int] = ()) -> list[
     if comm.size == 1:
         return [list(values)]
     row = [crc32(call.encode()), *values, *[0] * (WIDTH - 1 - len(values))]
-    with torch._C._DisableFuncTorch():  # an active transform would wrap the tensors
+    with DisableFuncTorch():  # an active transform would wrap the tensors
         rows = _exchanged(comm, row)
         if refused := [rank for rank, other in enumerate(rows) if other[0] == REFUSED]:
             _raise_refusals(comm, refused)
@@ -57,7 +58,7 @@ def announce(comm: Communicator, call: str, values: Sequence[int] = ()) -> list[
 
 def refuse(comm: Communicator, error: BaseException) -> None:
     """Tell ranks that announce a call that this one raises an error in the place of it. Collective."""
-    with torch._C._DisableFuncTorch():
+    with DisableFuncTorch():
         _exchanged(comm, [REFUSED, *[0] * (WIDTH - 1)])
         tell_failure(comm, error)
 
@@ -101,7 +102,7 @@ def refuse_nested(call: str) -> None:
     Raises:
         LossError: such a run is under way.
     """
-    if torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None or in_program("Passes.run"):
+    if dispatch_mode(DispatchModeKey.FAKE) is not None or in_program("Passes.run"):
         raise LossError(
             f"{call}: a function that a step runs made this collective call of its own: make the call before the step "
             f"and give its result in the batch, or compose both in fs.make_step, which takes states in the batch"

@@ -15,6 +15,7 @@ from fshard.runtime.comm.call_site import in_program
 from fshard.runtime.comm.calls import MEETING, refuse
 from fshard.schedule.transfers import COLLECTIVES
 from fshard.sharding.mesh import Mesh
+from fshard.torch_internals import DispatchModeKey, dispatch_mode
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -101,7 +102,7 @@ def mesh_of(values: Iterable[Any]) -> Mesh | None:
 
 def _nested() -> bool:
     """Whether a step runs the function that makes the call: the step tells what the function raises."""
-    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None or in_program()
+    return dispatch_mode(DispatchModeKey.FAKE) is not None or in_program()
 
 
 def _tell(mesh: Mesh, error: BaseException) -> None:

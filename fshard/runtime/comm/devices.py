@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from fshard.errors import PlanError, lines
+from fshard.torch_internals import set_cuda_device_guard
 
 T = TypeVar("T")
 
@@ -237,7 +238,7 @@ def keep_device_guard() -> None:
     made = threading.Event()
 
     def make() -> None:
-        torch._C._ensureCUDADeviceGuardSet()
+        set_cuda_device_guard()
         made.set()
         threading.Event().wait()
 

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from fshard.runtime.comm.bounded import bounded
+from fshard.torch_internals import default_store
 
 T = TypeVar("T")
 
@@ -58,7 +59,7 @@ class FailureNotes:
         if self.silent or not dist.is_initialized():
             return otherwise
         try:
-            return bounded(lambda: question(_store()), PATIENCE, "a question to the store")
+            return bounded(lambda: question(default_store()), PATIENCE, "a question to the store")
         except Exception:  # the store is gone, or does not answer: errors come without notes
             self.silent = True
         return otherwise
@@ -66,8 +67,3 @@ class FailureNotes:
 
 def _read(store: Any, key: str) -> str:
     return str(store.get(key).decode(errors="replace")) if store.check([key]) else ""
-
-
-def _store() -> Any:
-    c10d: Any = dist  # its default store is not exported
-    return c10d.distributed_c10d._get_default_store()

@@ -16,6 +16,7 @@ from fshard.runtime.comm.devices import Place, agree_on_places, choose_device, d
 from fshard.runtime.comm.pending import naming_errors
 from fshard.runtime.comm.processes import GRACE, STORE
 from fshard.runtime.comm.start import start_name
+from fshard.torch_internals import default_group, default_store
 
 T = TypeVar("T")
 Check = Callable[[int], object]
@@ -74,12 +75,12 @@ def join(timeout: float, given: str | torch.device | None, check: Check) -> Join
 
 def _of_group(timeout: float, given: str | torch.device | None, check: Check) -> Joined:
     """This rank of a process group that exists already."""
-    backend, rank, world, c10d = str(dist.get_backend()), dist.get_rank(), dist.get_world_size(), cast(Any, dist)
+    backend, rank, world = str(dist.get_backend()), dist.get_rank(), dist.get_world_size()
     if backend == "undefined":  # one backend for each device type: NCCL for CUDA tensors, gloo for others
         backend = "nccl" if torch.cuda.is_available() else "gloo"
     if backend not in ("gloo", "nccl", "fake"):
         raise PlanError(f"the process group's backend is {backend!r}; fshard runs on gloo and nccl, and times on fake")
-    bound = getattr(c10d.distributed_c10d._get_default_group(), "bound_device_id", None)
+    bound = getattr(default_group(), "bound_device_id", None)
     serves = "nccl" if backend == "fake" and torch.cuda.is_available() else backend
 
     def choose() -> torch.device:
@@ -89,7 +90,7 @@ def _of_group(timeout: float, given: str | torch.device | None, check: Check) ->
         check(world)
         device = with_nccl(choose())
     else:
-        store = c10d.distributed_c10d._get_default_store()
+        store = default_store()
         with naming_errors("joining the process group"):
             device = _agreed(store, rank, world, timeout, choose, check)
     return Joined(rank, world, device, "gloo" if device.type == "cpu" and backend == "nccl" else backend, False)

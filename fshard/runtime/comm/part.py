@@ -10,6 +10,7 @@ import torch.distributed as dist
 from fshard.runtime.comm.gloo_threads import without_interrupting
 from fshard.runtime.comm.processes import ProcessTransport
 from fshard.sharding.part import PartMesh
+from fshard.torch_internals import default_group, default_store
 
 
 class PartTransport(ProcessTransport):
@@ -46,7 +47,7 @@ class PartTransport(ProcessTransport):
             with unbound():
                 return super()._group(ranks, backend, use_local_synchronization=True)
         name, c10d = f"{self._begin}/{number}", cast(Any, dist)  # neither stores nor backends are exported
-        store = c10d.PrefixStore(name, c10d.distributed_c10d._get_default_store())
+        store = c10d.PrefixStore(name, default_store())
         with without_interrupting():
             group = c10d.ProcessGroupGloo(store, list(ranks).index(self.mesh.rank), len(ranks), self.timeout)
         self._names[group] = name
@@ -68,7 +69,7 @@ def unbound() -> Iterator[None]:
 
     PyTorch would split them from a default group that is bound to a device, and that takes all ranks of the job.
     """
-    default = cast(Any, dist).distributed_c10d._get_default_group()
+    default = default_group()
     bound, default.bound_device_id = default.bound_device_id, None
     try:
         yield

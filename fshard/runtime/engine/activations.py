@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from fshard import tree
 from fshard.runtime.engine.flops import formula
 from fshard.schedule.footprint import Need
+from fshard.torch_internals import TorchDispatchMode
 
 _ATEN = torch.ops.aten
 

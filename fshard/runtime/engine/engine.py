@@ -22,7 +22,6 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
-from torch._C._functorch import peek_interpreter_stack
 
 from fshard import tree
 from fshard.errors import LossError, UnitError, written_data
@@ -39,6 +38,7 @@ from fshard.runtime.memory import Slots
 from fshard.runtime.memory.slots import storage_of
 from fshard.sharding.owners import ROOT
 from fshard.sharding.plan import Plan
+from fshard.torch_internals import peek_interpreter_stack
 
 Sink = Callable[[int, list[int], list[Tensor | None]], None]
 """Receives gradients: ``(group id, leaf numbers, gradients)``; a None gradient is zero."""

@@ -12,19 +12,19 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    FakeTensorMode,
-    UnsupportedFakeTensorException,
-    UnsupportedOperatorException,
-    unset_fake_temporarily,
-)
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from fshard import tree
 from fshard.arguments import kind
 from fshard.errors import ShardError
+from fshard.torch_internals import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+    TorchDispatchMode,
+    UnsupportedFakeTensorException,
+    UnsupportedOperatorException,
+    unset_fake_temporarily,
+)
 
 VALUES_NEEDED = (
     DataDependentOutputException,

@@ -7,10 +7,10 @@ from zlib import crc32
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 
 from fshard import tree
 from fshard.errors import LossError
+from fshard.torch_internals import FakeTensor
 
 
 @dataclass(frozen=True)

@@ -3,9 +3,8 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from torch._subclasses.fake_tensor import FakeTensorMode
-
 from fshard.sharding.mesh import Axes, Mesh
+from fshard.torch_internals import FakeTensorMode
 
 
 class ProgramMode(FakeTensorMode):

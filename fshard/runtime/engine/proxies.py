@@ -15,6 +15,7 @@ from torch import Tensor
 from fshard import tree
 from fshard.errors import foreign_params
 from fshard.model.unit import Slot, attach, slot_of
+from fshard.torch_internals import DisableTorchFunctionSubclass
 
 
 class Mispredicted(Exception):  # noqa: N818 - not an error: the step runs again
@@ -55,7 +56,7 @@ class Proxy(Tensor):
         if func in PLACE:
             return PLACE[func](args[0].lies_on)
         if func in METADATA:
-            with torch._C.DisableTorchFunctionSubclass():
+            with DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
         if any(isinstance(x, Proxy) and not _running(x) for x in tree.leaves((args, kwargs or {}))):
             raise foreign_params()

@@ -4,11 +4,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._python_dispatch import _disable_current_modes
 
 from fshard import tree
 from fshard.model.unit import Slot, attach, slot_of
+from fshard.torch_internals import DisableTorchFunctionSubclass, FakeTensor, disable_current_modes
 
 _STOPPED = "stopped"
 
@@ -39,10 +38,10 @@ def _stopped(leaf: Any) -> Any:
     if own is None:
         own = slot.instances[_STOPPED] = Slot(slot.engine, slot.path, slot.casting, slot.shape, True)
     if isinstance(leaf, FakeTensor) or type(leaf) in (Tensor, torch.nn.Parameter):
-        with _disable_current_modes():  # a trace would take it for a read of the leaf
+        with disable_current_modes():  # a trace would take it for a read of the leaf
             made = leaf.detach()
     else:  # it stands for a leaf that is not there yet
-        with torch._C.DisableTorchFunctionSubclass():
+        with DisableTorchFunctionSubclass():
             made = Tensor._make_subclass(type(leaf), leaf.detach(), False)
         vars(made).update(vars(leaf))
     attach(made, own)

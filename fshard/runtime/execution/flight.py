@@ -4,7 +4,6 @@ from collections.abc import Callable
 from functools import partial
 from typing import TypeVar
 
-import torch
 from torch.autograd.profiler import record_function
 
 from fshard.runtime.comm import ProcessTransport
@@ -16,6 +15,7 @@ from fshard.runtime.execution.route import Actions, Route
 from fshard.runtime.execution.signals import Shield
 from fshard.schedule.flight import OVER
 from fshard.sharding.mesh import Mesh
+from fshard.torch_internals import profiler_enabled
 
 T = TypeVar("T")
 
@@ -117,7 +117,7 @@ def executor_of(mesh: Mesh) -> ExecutorMaker:
 
 
 def _made(mapped: Mapped | None, route: Route, actions: Actions, shield: Shield | None = None) -> Scheduled:
-    profiled = torch.autograd._profiler_enabled()  # type: ignore[attr-defined]
+    profiled = profiler_enabled()
     if mapped is None:
         return (Profiled if profiled else Scheduled)(route, actions, shield)
     return (RecordedAndProfiled if profiled else Recorded)(mapped, route, actions, shield)

@@ -14,8 +14,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor, UnsupportedFakeTensorException
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from fshard import tree
 from fshard.errors import RematError, UnitError, written_data
@@ -34,6 +32,7 @@ from fshard.schedule.footprint import Need
 from fshard.schedule.ops import Program
 from fshard.sharding.mesh import Axes, Mesh
 from fshard.sharding.plan import Plan
+from fshard.torch_internals import FakeTensor, TorchDispatchMode, UnsupportedFakeTensorException
 
 DEVICE = torch.ops.prim.device.default
 """What ``x.device`` is of a fake tensor."""

@@ -10,7 +10,6 @@ from dataclasses import replace
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fshard.optim.contract import Contract
 from fshard.runtime.engine.activations import Activations
@@ -33,6 +32,7 @@ from fshard.schedule.infos import StateNeeds
 from fshard.sharding.layout import Group
 from fshard.sharding.mesh import Mesh
 from fshard.sharding.plan import Plan
+from fshard.torch_internals import FakeTensorMode
 
 Limit = Callable[[str], int]
 Cuts = tuple[UpdateSlice, ...]

@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.overrides import _get_current_function_mode_stack as _modes
 
 from fshard import tree
 from fshard.errors import TransformError
@@ -22,6 +21,19 @@ from fshard.runtime.graphs.run import Bound, Call, Claim, Host
 from fshard.runtime.graphs.surroundings import NOTHING, Surroundings, recorded
 from fshard.runtime.graphs.trace import PLAIN, Same, Source, Untraceable, exact, inspect, meta_of
 from fshard.sharding.plan import Plan
+from fshard.torch_internals import (
+    any_autocast,
+    dispatch_modes,
+    function_modes,
+    peek_interpreter_stack,
+    saved_tensors_hooks,
+    sdp_cudnn,
+    sdp_flash,
+    sdp_math,
+    sdp_mem_efficient,
+    sdp_order,
+)
+from fshard.torch_internals import function_mode_stack as _modes
 
 MANY = 32
 """The most graphs of one unit. A unit whose Python arguments change with every step needs more, and runs eagerly."""
@@ -248,7 +260,7 @@ def _ordinary(x: Any) -> bool:
 
 def _quick(args: tuple[tuple[Any, ...], dict[str, Any]], function: Any) -> tuple[Sequence[Tensor], Key]:
     """The tensors among the arguments of a call, and the key of its graph."""
-    flags = (torch.is_grad_enabled(), autocast_state() if torch._C._is_any_autocast_enabled() else None, *_settings())
+    flags = (torch.is_grad_enabled(), autocast_state() if any_autocast() else None, *_settings())
     positional, keywords = args
     if not keywords and (len(positional) < 2 or len(set(map(id, positional))) == len(positional)):
         shapes: list[Any] = [function]
@@ -270,23 +282,23 @@ def _settings() -> Key:
     """The settings of torch that decide which ops a function dispatches to."""
     return (
         torch.get_default_dtype(),
-        torch._C._get_flash_sdp_enabled(),
-        torch._C._get_mem_efficient_sdp_enabled(),
-        torch._C._get_math_sdp_enabled(),
-        torch._C._get_cudnn_sdp_enabled(),
-        *torch._C._get_sdp_priority_order(),
+        sdp_flash(),
+        sdp_mem_efficient(),
+        sdp_math(),
+        sdp_cudnn(),
+        *sdp_order(),
     )
 
 
 def _observer() -> str:
     """What observes single ops, and so must see the unit's own; empty if there is nothing."""
-    if torch._C._functorch.peek_interpreter_stack() is not None:
+    if peek_interpreter_stack() is not None:
         return TRANSFORMED
-    if torch._C._autograd._top_saved_tensors_default_hooks(False) is not None:
+    if saved_tensors_hooks(False) is not None:
         return "it is called under torch.utils.checkpoint, or under other hooks on saved tensors"
-    if torch._C._len_torch_dispatch_stack() > 0:
+    if dispatch_modes() > 0:
         return "it is called under a TorchDispatchMode"
-    if torch._C._len_torch_function_stack() > 0:
-        modes = [mode for mode in _modes() if not isinstance(mode, Watch)]  # type: ignore[no-untyped-call]
+    if function_modes() > 0:
+        modes = [mode for mode in _modes() if not isinstance(mode, Watch)]
         return f"it is called under a TorchFunctionMode: {type(modes[0]).__name__}" if modes else ""
     return ""

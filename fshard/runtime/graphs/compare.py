@@ -22,6 +22,7 @@ from torch import Tensor
 from fshard import tree
 from fshard.runtime.graphs.graph import Graph, Variant, kernels_only
 from fshard.runtime.graphs.trace import Place, Result, Tangents
+from fshard.torch_internals import DisableAutocast
 
 LOOSE = {torch.float64: 1e-9, torch.complex128: 1e-9, torch.float32: 1e-3, torch.complex64: 1e-3}
 """The tolerance for a compiled graph, relative to the largest number of a tensor; 0.05 for short dtypes."""
@@ -94,7 +95,7 @@ class _Trial:
         places = [("leaf", n, x) for n, x in enumerate(leaves)] + [("in", n, x) for n, x in enumerate(given)]
         wanted = {self._title((kind, n)): x for kind, n, x in places if x.requires_grad}
         if self.graph.differentiable and seeds and wanted:
-            with torch._C._DisableAutocast():
+            with DisableAutocast():
                 grads = torch.autograd.grad(starts, list(wanted.values()), seeds, allow_unused=True)
             found |= dict(zip(wanted, grads, strict=True))
         return found

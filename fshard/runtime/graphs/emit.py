@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from fshard.runtime.graphs.partition import ATEN, Halves, is_view, lazy, sources, value, watched
+from fshard.torch_internals import OpOverload, TorchDispatchMode, foreach_copy_, foreach_zero_, nn_operators
 
 TARGETS = frozenset((ATEN.mm.default, ATEN.sum.dim_IntList))
 """Ops that can write their result into a gradient with the same bits: they have a kernel for ``out=``."""
@@ -133,9 +133,9 @@ def _direct(writer: Writer, halves: Halves, tangents: list[str], bind: list[str]
     lines += bind + _body(writer, nodes, [*joint.parts, *copied.values()], roots, halves.saved)
     if copied:
         into, given = ", ".join(copied), ", ".join(_names(copied.values()))
-        lines.append(f"{writer.constant(torch._foreach_copy_, 'f')}([{into}], [{given}])")
+        lines.append(f"{writer.constant(foreach_copy_, 'f')}([{into}], [{given}])")
     if zeros:
-        lines.append(f"{writer.constant(torch._foreach_zero_, 'f')}([{', '.join(zeros)}])")
+        lines.append(f"{writer.constant(foreach_zero_, 'f')}([{', '.join(zeros)}])")
     writer.function("direct", ["P", "R", "G", *tangents], lines, _tuple(joint.parts))
 
 
@@ -241,10 +241,10 @@ class _Seen(TorchDispatchMode):  # type: ignore[no-untyped-call]
 def binding(node: fx.Node) -> Run:
     """The cheapest callable that does what a node's op does."""
     target = node.target
-    if not isinstance(target, torch._ops.OpOverload):
+    if not isinstance(target, OpOverload):
         return target  # type: ignore[return-value]
     name = target._schema.name.partition("::")[2]
-    spaces = (torch, torch._C._nn, Tensor) if target.namespace == "aten" else ()
+    spaces = (torch, nn_operators, Tensor) if target.namespace == "aten" else ()
     found = (getattr(space, name, None) for space in spaces)
     return next((run for run in found if run is not None and _same(run, node)), target._op)
 

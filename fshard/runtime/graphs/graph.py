@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C import _AutoDispatchBelowADInplaceOrView as BelowAutograd
 
 from fshard.runtime.graphs.emit import Code
 from fshard.runtime.graphs.partition import Halves, cut
 from fshard.runtime.graphs.trace import Joint, Place, Result, Source, Tangents, Untraceable, trace
+from fshard.torch_internals import BelowAutograd, DisableAutocast, any_autocast
 
 Compiler = Callable[[Halves, Sequence[int], Sequence[str] | None], Code]
 """Makes code of a graph: ``(graph, numbers of the leaves with gradients, names of what the forward saves)``."""
@@ -19,13 +19,13 @@ Compiler = Callable[[Halves, Sequence[int], Sequence[str] | None], Code]
 
 @contextmanager
 def _below_autocast() -> Iterator[None]:
-    with BelowAutograd(), torch._C._DisableAutocast():
+    with BelowAutograd(), DisableAutocast():
         yield
 
 
 def kernels_only() -> Any:
     """The context in which a graph's ops run: below autograd and below autocast, whose casts the graph holds."""
-    return _below_autocast() if torch._C._is_any_autocast_enabled() else BelowAutograd()
+    return _below_autocast() if any_autocast() else BelowAutograd()
 
 
 @dataclass(frozen=True, eq=False)

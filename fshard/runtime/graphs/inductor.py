@@ -10,15 +10,19 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch._functorch.partitioners import min_cut_rematerialization_partition
-from torch._inductor import config
-from torch._inductor.compile_fx import compile_fx_inner
-from torch._inductor.decomposition import select_decomp_table
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from fshard.runtime.graphs.emit import Code, emit
 from fshard.runtime.graphs.partition import Halves, value, watched
 from fshard.runtime.graphs.trace import Joint, Untraceable
+from fshard.torch_internals import (
+    compile_fx_inner,
+    foreach_copy_,
+    foreach_zero_,
+    min_cut_rematerialization_partition,
+    select_decomp_table,
+)
+from fshard.torch_internals import inductor_config as config
 
 SETTINGS: Mapping[str, bool] = {"fallback_random": True}
 
@@ -104,9 +108,9 @@ class _Compiled:
     def direct(self, params: Sequence[Tensor], saved: list[Any], into: list[Tensor], *tangents: Tensor) -> Any:
         out = self._backward(params, saved, tangents)
         if self.filled:
-            torch._foreach_copy_(into if not self.zeros else [into[n] for n in self.filled], list(out[self.parts :]))
+            foreach_copy_(into if not self.zeros else [into[n] for n in self.filled], list(out[self.parts :]))
         if self.zeros:
-            torch._foreach_zero_([into[n] for n in self.zeros])
+            foreach_zero_([into[n] for n in self.zeros])
         return out[: self.parts]
 
     def _backward(self, params: Sequence[Tensor], saved: list[Any], tangents: Sequence[Tensor]) -> Any:

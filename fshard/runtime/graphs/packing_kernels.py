@@ -10,14 +10,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch._inductor import config
-from torch._inductor.compile_fx import compile_fx_inner
-from torch._inductor.decomposition import select_decomp_table
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from fshard.runtime.comm.packing import NIBBLE, PIECE, SMALLEST, Kernel
 from fshard.sharding.wire import WireFormat
+from fshard.torch_internals import FakeTensorMode, compile_fx_inner, select_decomp_table
+from fshard.torch_internals import inductor_config as config
 
 
 class PackingKernels:

@@ -14,6 +14,7 @@ from torch import Tensor, fx
 
 from fshard.model.checkpoint_policies import SavePolicy
 from fshard.runtime.graphs.trace import Joint, Untraceable
+from fshard.torch_internals import OpOverload
 
 ATEN = torch.ops.aten
 SAME = frozenset((ATEN.detach.default, ATEN.alias.default, ATEN.lift_fresh.default))
@@ -103,13 +104,13 @@ def _storages(nodes: Iterable[fx.Node]) -> set[int]:
 def is_view(node: fx.Node) -> bool:
     """Whether a node returns one tensor, a view of its argument."""
     op = node.target
-    views = isinstance(op, torch._ops.OpOverload) and (op.is_view or op in RESHAPES)
+    views = isinstance(op, OpOverload) and (op.is_view or op in RESHAPES)
     return views and isinstance(value(node), Tensor)
 
 
 def is_pure(node: fx.Node) -> bool:
     """Whether a node may be dropped if its result is not read."""
-    if node.op == "get_attr" or not isinstance(node.target, torch._ops.OpOverload):
+    if node.op == "get_attr" or not isinstance(node.target, OpOverload):
         return True
     # Batch normalization writes its running statistics without declaring it.
     return not (node.target._schema.is_mutable or draws(node) or "batch_norm" in str(node.target))
@@ -122,7 +123,7 @@ def draws(node: fx.Node) -> bool:
     that it has returned (``philox_seed``, ``philox_offset``), and advance no generator.
     """
     op = node.target
-    if not isinstance(op, torch._ops.OpOverload) or torch.Tag.nondeterministic_seeded not in op.tags:
+    if not isinstance(op, OpOverload) or torch.Tag.nondeterministic_seeded not in op.tags:
         return False
     given = zip((argument.name for argument in op._schema.arguments), node.args, strict=False)
     known = {argument.name: argument.default_value for argument in op._schema.arguments} | dict(given) | node.kwargs
@@ -133,7 +134,7 @@ def _check_ops(joint: Joint) -> None:
     """Refuse collectives, random numbers in the backward, and writes to arguments."""
     given = _storages([*joint.leaves, *joint.inputs])
     for node in joint.graph.nodes:
-        if not isinstance(node.target, torch._ops.OpOverload):
+        if not isinstance(node.target, OpOverload):
             continue
         if "c10d" in node.target.namespace:
             raise Untraceable("it makes collectives of its own, which no graph can hold")

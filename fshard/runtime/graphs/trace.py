@@ -17,15 +17,14 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from fshard import tree
 from fshard.model import draws
 from fshard.model.checkpoint_policies import SavePolicy
 from fshard.runtime.engine.fake_fallback import quiet
 from fshard.runtime.memory.slots import storage_of
+from fshard.torch_internals import DisableAutocast, FakeTensor, FakeTensorMode, TorchDispatchMode
 
 PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.memory_format, enum.Enum)
 """Python values that a graph may depend on, and that a unit may return."""
@@ -280,7 +279,7 @@ class _Tracer:
         if not outputs or not (targets or own):
             return parts, [None] * len(leaves)
         _watch(outputs, targets, parts)
-        with torch._C._DisableAutocast():  # a backward runs when the context of its forward is over
+        with DisableAutocast():  # a backward runs when the context of its forward is over
             found = torch.autograd.grad(outputs, [*own.values(), *targets.values()], seeds, allow_unused=True)
         grads = dict(zip(own, found, strict=False))
         return parts, [grads.get(i) for i in range(len(leaves))]

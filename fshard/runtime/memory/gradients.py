@@ -4,13 +4,13 @@ import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-import torch
 from torch import Tensor
 
 from fshard.runtime.memory.norms import norms_of, share_of
 from fshard.runtime.memory.offload import Offload
 from fshard.runtime.memory.slots import GroupSlots
 from fshard.sharding.plan import Plan
+from fshard.torch_internals import foreach_add_, foreach_copy_, foreach_zero_
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ class FlatGradients:
         self.flatten(slots)
         pairs = [(slots.grads[n], grad) for n, grad in zip(numbers, grads, strict=True) if grad is not None]
         if pairs:
-            torch._foreach_add_([view for view, _ in pairs], [grad for _, grad in pairs])
+            foreach_add_([view for view, _ in pairs], [grad for _, grad in pairs])
 
     def claim(self, groups: Sequence[tuple[int, bool]]) -> bool:
         """Ask to write flat gradients directly in place of adding to them.
@@ -109,7 +109,7 @@ class FlatGradients:
             if not whole:
                 grad.zero_()
             elif buffers.slots.gaps:
-                torch._foreach_zero_(buffers.slots.gaps)
+                foreach_zero_(buffers.slots.gaps)
         return True
 
     def flatten(self, slots: GroupSlots) -> None:
@@ -188,11 +188,11 @@ def _fill(slots: GroupSlots, numbers: Sequence[int], grads: Sequence[Tensor | No
     flat = slots.claim_grad()
     if len(numbers) == len(slots.leaves) and type(None) not in map(type, grads):
         views = slots.grads if numbers == slots.numbers else [slots.grads[n] for n in numbers]
-        torch._foreach_copy_(views, grads)  # type: ignore[arg-type]
+        foreach_copy_(views, grads)  # type: ignore[arg-type]
         if slots.gaps:
-            torch._foreach_zero_(slots.gaps)
+            foreach_zero_(slots.gaps)
         return
     flat.zero_()
     pairs = [(slots.grads[n], grad) for n, grad in zip(numbers, grads, strict=True) if grad is not None]
     if pairs:
-        torch._foreach_copy_([view for view, _ in pairs], [grad for _, grad in pairs])
+        foreach_copy_([view for view, _ in pairs], [grad for _, grad in pairs])

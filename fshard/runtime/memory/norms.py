@@ -8,6 +8,7 @@ from torch import Tensor
 
 from fshard.sharding.layout import Group
 from fshard.sharding.mesh import Mesh
+from fshard.torch_internals import foreach_norm
 
 SHORT = frozenset((torch.float16, torch.bfloat16))
 DTYPE = operator.attrgetter("dtype")
@@ -19,7 +20,7 @@ def norms_of(shards: list[Tensor]) -> Sequence[Tensor]:
     In a 16-bit dtype a norm would lose digits, or overflow although no element does.
     """
     if SHORT.isdisjoint(map(DTYPE, shards)):
-        return torch._foreach_norm(shards)
+        return foreach_norm(shards)
     wide = [torch.float32 if shard.dtype in SHORT else None for shard in shards]
     return [torch.linalg.vector_norm(shard, dtype=dtype) for shard, dtype in zip(shards, wide, strict=True)]
 

@@ -45,8 +45,7 @@ def packing_kernels(cache: "Cache | None") -> Kernels:
 
 def _check_compiler() -> None:
     """See that there is what Inductor needs on the CPU; on a GPU it needs triton, which says so itself."""
-    from torch._inductor.cpp_builder import get_cpp_compiler
-    from torch._inductor.exc import InvalidCxxCompiler
+    from fshard.torch_internals import InvalidCxxCompiler, get_cpp_compiler
 
     try:
         get_cpp_compiler()

@@ -13,6 +13,7 @@ from fshard.runtime.comm.communicators import Communicators
 from fshard.runtime.execution.executor import diverged
 from fshard.runtime.steps.consensus import CUT, FAILED
 from fshard.runtime.steps.refusals import step_transformed
+from fshard.torch_internals import graph_break, peek_interpreter_stack
 
 FAILURE, BEHIND = "!", "!!"
 """Begin the text of a rank that failed, where ranks exchange requests: of itself, or because it was cut off."""
@@ -72,7 +73,7 @@ def refuse_transforms(what: str) -> None:
             inference mode.
     """
     refuse_compiling(what)
-    if torch._C._functorch.peek_interpreter_stack() is not None:
+    if peek_interpreter_stack() is not None:
         raise step_transformed(what)
     if "train" in what and torch.is_inference_mode_enabled():
         raise TransformError(
@@ -98,7 +99,7 @@ def refuse_compiling(what: str) -> None:
     """
     if torch.compiler.is_dynamo_compiling():
         text = _compiled(what)
-        torch._dynamo.graph_break(msg=text)  # what Dynamo traces raises nothing: the code after a break runs
+        graph_break(text)  # what Dynamo traces raises nothing: the code after a break runs
         raise TransformError(text)
 
 

@@ -7,7 +7,6 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import DataDependentOutputException
 
 from fshard import tree
 from fshard.runtime.engine.batch import marks_undone
@@ -25,6 +24,7 @@ from fshard.runtime.steps.finder import Fn
 from fshard.runtime.steps.records import Measured
 from fshard.runtime.steps.refusals import different_microbatches, weighted_in_backward
 from fshard.schedule.ops import ROOT
+from fshard.torch_internals import DataDependentOutputException
 
 Context = Callable[[], AbstractContextManager[object]]
 

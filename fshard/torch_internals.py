@@ -1,0 +1,157 @@
+"""The names of PyTorch that are not public.
+
+No other file uses one: ``tests/project/layering.py`` holds that. Where a release of PyTorch renames or removes one,
+this file is adapted; ``docs/pytorch-versions.md`` says how a release is adopted. Operators in ``torch.ops`` and
+members of public objects (``Tensor._make_subclass``, ``Module._parameters``) are used where they are needed.
+
+This is also the first import of PyTorch. It goes without PyTorch's warning that numpy is not installed, since fshard
+does not need numpy. A program that imports torch before fshard gets that warning.
+"""
+
+import warnings
+from collections.abc import Callable
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, TypeVar, cast
+
+with warnings.catch_warnings():
+    warnings.filterwarnings("ignore", message="Failed to initialize NumPy", category=UserWarning)
+    import torch
+
+from torch import _compile, overrides
+from torch._ops import OpOverload as OpOverload
+from torch._ops import OpOverloadPacket as OpOverloadPacket
+from torch.nn.modules import batchnorm, conv
+from torch.utils import _python_dispatch
+from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+# Transforms, modes and contexts.
+functorch: Any = torch._C._functorch
+custom_function_call: Any = torch._functorch.autograd_function.custom_function_call
+peek_interpreter_stack = functorch.peek_interpreter_stack
+BelowAutograd = torch._C._AutoDispatchBelowADInplaceOrView
+DisableAutocast = torch._C._DisableAutocast
+DisableFuncTorch = torch._C._DisableFuncTorch
+DisableTorchFunction = torch._C.DisableTorchFunction
+DisableTorchFunctionSubclass = torch._C.DisableTorchFunctionSubclass
+DispatchModeKey = torch._C._TorchDispatchModeKey
+dispatch_mode = torch._C._get_dispatch_mode
+dispatch_modes = torch._C._len_torch_dispatch_stack
+function_modes = torch._C._len_torch_function_stack
+any_autocast = torch._C._is_any_autocast_enabled
+disable_current_modes = _python_dispatch._disable_current_modes
+function_mode_stack: Callable[[], list[Any]] = overrides._get_current_function_mode_stack
+tracing_state = torch._C._get_tracing_state
+
+# Base classes of modules.
+BatchNorm = batchnorm._BatchNorm
+NormBase = batchnorm._NormBase
+ConvNd = conv._ConvNd
+
+# Autograd.
+graph_task = torch._C._current_graph_task_id
+saved_tensors_hooks = torch._C._autograd._top_saved_tensors_default_hooks
+profiler_enabled = torch.autograd._profiler_enabled  # type: ignore[attr-defined]
+
+# Settings of attention, and where an operator of a graph is also found in C++.
+sdp_flash = torch._C._get_flash_sdp_enabled
+sdp_mem_efficient = torch._C._get_mem_efficient_sdp_enabled
+sdp_math = torch._C._get_math_sdp_enabled
+sdp_cudnn = torch._C._get_cudnn_sdp_enabled
+sdp_order = torch._C._get_sdp_priority_order
+nn_operators: Any = torch._C._nn
+
+# Operators on lists of tensors, and fused ones.
+foreach_add_ = torch._foreach_add_
+foreach_clamp_max_ = torch._foreach_clamp_max_
+foreach_clamp_min_ = torch._foreach_clamp_min_
+foreach_copy_ = torch._foreach_copy_
+foreach_div_ = torch._foreach_div_
+foreach_lerp = torch._foreach_lerp
+foreach_lerp_ = torch._foreach_lerp_
+foreach_mul_ = torch._foreach_mul_
+foreach_norm = torch._foreach_norm
+foreach_sign_ = torch._foreach_sign_
+foreach_zero_ = torch._foreach_zero_
+fused_adamw_ = torch._fused_adamw_
+fused_sgd_ = torch._fused_sgd_
+assert_async = torch._assert_async
+weight_norm = torch._weight_norm
+
+
+def untraced_by_dynamo(fn: F) -> F:
+    """Let Dynamo break its graph at a function, without importing Dynamo, as ``torch.compiler.disable`` does."""
+    return cast(F, _compile._disable_dynamo(fn))
+
+
+def forward_ad_level() -> int:
+    """Return the level of forward-mode differentiation that is active; negative if none is."""
+    return int(torch.autograd.forward_ad._current_level)
+
+
+def set_cuda_device_guard() -> None:
+    """Register the guard of CUDA devices for this process, on this thread, which must never end."""
+    torch._C._ensureCUDADeviceGuardSet()
+
+
+def graph_break(message: str) -> None:
+    """Let Dynamo, which traces this call, go on without a graph."""
+    torch._dynamo.graph_break(msg=message)
+
+
+def default_group() -> Any:
+    """Return the default process group of ``torch.distributed``."""
+    return _distributed()._get_default_group()
+
+
+def default_store() -> Any:
+    """Return the store of the default process group."""
+    return _distributed()._get_default_store()
+
+
+def _distributed() -> Any:
+    return import_module("torch.distributed.distributed_c10d")
+
+
+# What takes long to import, or needs a compiler, is imported when it is first asked for.
+if TYPE_CHECKING:
+    from torch._functorch.partitioners import min_cut_rematerialization_partition as min_cut_rematerialization_partition
+    from torch._inductor.compile_fx import compile_fx_inner as compile_fx_inner
+    from torch._inductor.cpp_builder import get_cpp_compiler as get_cpp_compiler
+    from torch._inductor.decomposition import select_decomp_table as select_decomp_table
+    from torch._inductor.exc import InvalidCxxCompiler as InvalidCxxCompiler
+    from torch._subclasses.fake_tensor import DataDependentOutputException as DataDependentOutputException
+    from torch._subclasses.fake_tensor import DynamicOutputShapeException as DynamicOutputShapeException
+    from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
+    from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
+    from torch._subclasses.fake_tensor import UnsupportedFakeTensorException as UnsupportedFakeTensorException
+    from torch._subclasses.fake_tensor import UnsupportedOperatorException as UnsupportedOperatorException
+    from torch._subclasses.fake_tensor import unset_fake_temporarily as unset_fake_temporarily
+
+FAKE_TENSORS = "torch._subclasses.fake_tensor"
+LAZY = {
+    "min_cut_rematerialization_partition": "torch._functorch.partitioners",
+    "compile_fx_inner": "torch._inductor.compile_fx",
+    "get_cpp_compiler": "torch._inductor.cpp_builder",
+    "select_decomp_table": "torch._inductor.decomposition",
+    "InvalidCxxCompiler": "torch._inductor.exc",
+    "DataDependentOutputException": FAKE_TENSORS,
+    "DynamicOutputShapeException": FAKE_TENSORS,
+    "FakeTensor": FAKE_TENSORS,
+    "FakeTensorMode": FAKE_TENSORS,
+    "UnsupportedFakeTensorException": FAKE_TENSORS,
+    "UnsupportedOperatorException": FAKE_TENSORS,
+    "unset_fake_temporarily": FAKE_TENSORS,
+}
+"""The module of each name that is imported late."""
+
+
+def __getattr__(name: str) -> Any:
+    if name == "StorageInfo":
+        return import_module("torch.distributed.checkpoint.filesystem")._StorageInfo
+    if name == "inductor_config":
+        return import_module("torch._inductor.config")
+    if name in LAZY:
+        return getattr(import_module(LAZY[name]), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
