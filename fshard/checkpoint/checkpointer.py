@@ -37,6 +37,7 @@ from fshard.state.equal import Equal
 from fshard.state.past import Run
 from fshard.state.settle import settle
 from fshard.state.train_state import TrainState
+from fshard.threads import say, started
 
 
 @dataclass(frozen=True)
@@ -360,9 +361,10 @@ class Checkpointer:
                 write_and_commit(comm, self._folder, self.keep, save)
             except BaseException as error:  # raised by the next call
                 self._failure = error
+                if not threading.main_thread().is_alive():  # there is none
+                    say(f"a checkpoint was not saved: {error}")
 
-        self._thread = threading.Thread(target=carried(write), name="fshard-checkpoint")
-        self._thread.start()
+        self._thread = started(carried(write), "a checkpoint is saved", daemon=False)
 
 
 def _check(states: Mapping[str, TrainState], user: Mapping[str, Any]) -> None:

@@ -15,7 +15,7 @@ import shutil
 import socket
 import stat
 import time
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from contextlib import suppress
 
 from fshard.checkpoint.files import file_errors, open_file
@@ -145,8 +145,9 @@ class CheckpointFolder:
             os.close(self.lock)
             self.lock, self.run = None, ""
 
-    def __del__(self) -> None:
-        self.close()
+    def __del__(self, close: Callable[[int], None] = os.close) -> None:  # modules may be gone by then
+        if self.lock is not None:
+            close(self.lock)
 
     def _find_run(self, known: Collection[str]) -> str:
         """The known run that the checkpoints belong to, or a new one for an empty folder. The lock is held."""

@@ -3,10 +3,11 @@
 import ctypes
 import hashlib
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import replace
+from functools import partial
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, BinaryIO, Literal, TypeVar
@@ -18,6 +19,7 @@ from fshard.checkpoint.ranges import Slice
 from fshard.checkpoint.tensorfile import TensorMeta, write_header
 from fshard.sharding.layout import ALIGN
 from fshard.state.pieces import Entry
+from fshard.threads import outcome_of
 
 T = TypeVar("T", memoryview, Tensor)
 
@@ -112,7 +114,7 @@ def write_file(
     tasks: list[Future[list[str]]] = []
     try:
         for at in range(0, len(chunks), BATCH):
-            tasks.append(pool.submit(_place, fd, at * CHUNK, chunks[at : at + BATCH]))
+            tasks.append(_submitted(pool, partial(_place, fd, at * CHUNK, chunks[at : at + BATCH])))
         digests = [digest for task in tasks for digest in task.result()]
         os.fsync(fd)
     finally:
@@ -124,6 +126,14 @@ def write_file(
     ends = accumulate((s.nbytes for s in ordered), initial=len(header))
     extents = {s.name: Extent(name, at, s.piece) for s, at in zip(ordered, ends, strict=False)}
     return FileInfo(sum(map(len, parts)), tuple(digests)), extents
+
+
+def _submitted(pool: ThreadPoolExecutor, task: Callable[[], list[str]]) -> Future[list[str]]:
+    """A task of a pool. While the interpreter ends, no thread can be started: then it is done here."""
+    try:
+        return pool.submit(task)
+    except RuntimeError:
+        return outcome_of(task)
 
 
 def _place(fd: int, start: int, chunks: Sequence[Sequence[memoryview]]) -> list[str]:

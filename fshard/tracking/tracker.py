@@ -6,10 +6,12 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Mapping
+from functools import partial
 from importlib.util import find_spec
 from typing import Any, Protocol
 
 from fshard.errors import missing_extra
+from fshard.threads import outcome_of, started
 
 WAITING = 4096
 """Records that may wait for a tracker that sends them to a server. Further ones are dropped."""
@@ -75,15 +77,14 @@ class Guard:
 
     def __init__(self, tracker: Tracker) -> None:
         self.tracker = tracker
-        self.failure: Exception | None = None
+        self.failure: BaseException | None = None
         self.told = False
         self.dropped = 0
         self._mail: queue.Queue[Callable[[], None] | None] | None = None
         self._thread: threading.Thread | None = None
         if getattr(tracker, "remote", False):
             self._mail = queue.Queue(WAITING)
-            self._thread = threading.Thread(target=self._serve, args=(self._mail,), daemon=True, name="tracker")
-            self._thread.start()
+            self._thread = started(partial(self._serve, self._mail), f"the tracker {type(tracker).__name__}")
 
     def begin(self, step: int, config: Mapping[str, Any]) -> None:
         """Open the run."""
@@ -121,15 +122,17 @@ class Guard:
         self._tell()
 
     def _attempt(self, call: Callable[[], None]) -> None:
+        """Call the tracker. In the thread that trains, Ctrl-C and ``SystemExit`` are of that thread."""
         try:
             call()
         except Exception as error:
             self.failure = error
 
     def _serve(self, mail: "queue.Queue[Callable[[], None] | None]") -> None:
+        """Call the tracker for each record, in its own thread, where nothing but the tracker raises."""
         while (call := mail.get()) is not None:
             if self.failure is None:
-                self._attempt(call)
+                self.failure = outcome_of(call).exception()
 
     def _tell(self) -> None:
         """Say once that it has failed. A thread leaves that to the thread that trains."""

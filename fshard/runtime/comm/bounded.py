@@ -11,6 +11,7 @@ from typing import TypeVar
 
 from fshard.runtime.comm.call_site import HelperThread
 from fshard.runtime.comm.devices import carried
+from fshard.threads import settle
 
 T = TypeVar("T")
 
@@ -51,12 +52,8 @@ def _begun(body: Callable[[], T], what: str) -> Future[T]:
     """The outcome of a function that another thread runs."""
     outcome: Future[T] = Future()
     body = carried(body)
-
-    def run() -> None:
-        try:
-            outcome.set_result(body())
-        except BaseException as error:  # raised by the thread that waits
-            outcome.set_exception(error)
-
-    HelperThread(run, what).start()
+    try:
+        HelperThread(lambda: settle(outcome, body), what).start()
+    except RuntimeError as error:  # at the end of the interpreter, or where the process has no room for a thread
+        outcome.set_exception(TimeoutError(f"{what} was not begun: {error}"))
     return outcome

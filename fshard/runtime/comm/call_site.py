@@ -150,5 +150,7 @@ def _short(file: str) -> str:
     """A file as messages name it. A notebook's cell has a file of its own, with a name that says nothing."""
     if CELL.search(file):
         return "cell"
-    here = os.getcwd() + os.sep
-    return file.removeprefix(here)
+    try:
+        return file.removeprefix(os.getcwd() + os.sep)
+    except OSError:  # the working directory was removed
+        return file

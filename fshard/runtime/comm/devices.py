@@ -6,6 +6,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import asdict, dataclass
 from typing import Any, TypeVar
 
@@ -13,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from fshard.errors import PlanError, lines
+from fshard.threads import settle, started
 from fshard.torch_internals import set_cuda_device_guard
 
 T = TypeVar("T")
@@ -235,15 +237,14 @@ def keep_device_guard() -> None:
     built = torch.backends.cuda.is_built()  # type: ignore[no-untyped-call]
     if not built or torch.cuda.is_available():
         return
-    made = threading.Event()
+    made: Future[None] = Future()
 
     def make() -> None:
-        set_cuda_device_guard()
-        made.set()
+        settle(made, set_cuda_device_guard)
         threading.Event().wait()
 
-    threading.Thread(target=make, name="fshard: a guard of CUDA devices", daemon=True).start()
-    made.wait()
+    started(make, "a guard of CUDA devices")
+    made.result()
 
 
 def available_backends() -> list[str]:

@@ -38,8 +38,11 @@ REASON = 300
 """Characters of the reason that a record has: a header must hold them, at up to twelve bytes each."""
 
 
-Kept = tuple[tuple[int, int], str]
-"""A run and its number of times, and a line."""
+Stamp = tuple[int, int]
+"""A run, and its number of times."""
+
+Kept = tuple[Stamp, str]
+"""Where a rank was, and a line."""
 
 
 class Noted(NamedTuple):
@@ -81,9 +84,20 @@ class Flight:
     @property
     def between(self) -> str:
         """After which run this rank is, in words; empty if it is in one, or alone."""
-        last = self.runs[-1] if self.runs and self.ranks > 1 else None
+        last = self._last if self.ranks > 1 else None
         over = last is not None and last.ops and last.ops[-1] == last.schedule[-1] and len(last.times) > len(last.ops)
         return f"between steps, after run {last.number}" if last is not None and over else ""
+
+    @property
+    def stamp(self) -> Stamp | None:
+        """How far this rank has come; None before its first run."""
+        last = self._last
+        return None if last is None else (last.number, len(last.times))
+
+    @property
+    def _last(self) -> Noted | None:
+        """The last run. Another thread may begin one meanwhile."""
+        return next(reversed(self.runs.copy()), None)
 
     def begin(self, schedule: Schedule, ops: Sequence[Op], times: Sequence[float]) -> None:
         """A run begins, whose executor adds ops and times to these lists. Runs count in which all ranks have met."""
@@ -111,10 +125,9 @@ class Flight:
         Returns:
             A line for an error: where the record is, or why there is none. Empty if there is nothing to tell.
         """
-        if not self.runs or not (self.name or self.mapped):
+        place, where = self.stamp, "the temp directory"
+        if place is None or not (self.name or self.mapped):
             return ""
-        last, where = self.runs[-1], "the temp directory"
-        place = last.number, len(last.times)
         if self.kept is not None and (self.kept[0] == place or not lasting):
             return self.kept[1]
         try:

@@ -36,8 +36,8 @@ class NcclCommunicator:
 
     def all_gather(self, out: Tensor, shard: Tensor, after: Events = ()) -> Handle:
         """NCCL all-gather on this communicator's stream."""
-        with self._after(after, "all-gather") as describe:
-            return Pending(all_gather(out, shard, self.group), describe)
+        with self._after(after, "all-gather") as (group, describe):
+            return Pending(all_gather(out, shard, group), describe)
 
     def reduce_scatter(self, out: Tensor, full: Tensor, stage: Tensor, add: bool, after: Events = ()) -> Handle:
         """NCCL reduce-scatter on this communicator's stream, into ``stage`` if it adds to ``out``.
@@ -46,35 +46,39 @@ class NcclCommunicator:
         """
         if full.dtype != out.dtype:
             rows = stage[: full.numel()]
-            with self._after(after, "reduce-scatter") as describe:
-                work = dist.all_to_all_single(rows, full, group=self.group, async_op=True)
+            with self._after(after, "reduce-scatter") as (group, describe):
+                work = dist.all_to_all_single(rows, full, group=group, async_op=True)
                 return Pending(work, describe, lambda: sum_rows(out, rows.view(self.size, -1), add))
         target = stage[: out.numel()] if add else out
         finish = (lambda: out.add_(target)) if add else None
-        with self._after(after, "reduce-scatter") as describe:
-            return Pending(reduce_scatter(target, full, self.group), describe, finish)
+        with self._after(after, "reduce-scatter") as (group, describe):
+            return Pending(reduce_scatter(target, full, group), describe, finish)
 
     def all_reduce(self, buffer: Tensor, after: Events = ()) -> Handle:
         """NCCL all-reduce on this communicator's stream."""
-        with self._after(after, "all-reduce") as describe:
-            return Pending(dist.all_reduce(buffer, group=self.group, async_op=True), describe)
+        with self._after(after, "all-reduce") as (group, describe):
+            return Pending(dist.all_reduce(buffer, group=group, async_op=True), describe)
 
     def all_to_all(self, out: Tensor, full: Tensor, receive: Sizes, send: Sizes, after: Events = ()) -> Handle:
         """NCCL all-to-all on this communicator's stream."""
-        with self._after(after, "all-to-all") as describe:
-            return Pending(dist.all_to_all_single(out, full, receive, send, group=self.group, async_op=True), describe)
+        with self._after(after, "all-to-all") as (group, describe):
+            return Pending(dist.all_to_all_single(out, full, receive, send, group=group, async_op=True), describe)
 
     def close(self, reason: str = "") -> Any:
         """Take no more collectives. Returns the process group, which the caller aborts; None if that was done."""
-        group, self.group = self.group, None
         self.closed = self.closed or reason or "the mesh was closed"
+        group, self.group = self.group, None
         return group
 
     @contextmanager
-    def _after(self, after: Events, call: str) -> Iterator[str]:
-        """Issue a collective on the stream, after the events. Its errors name it."""
-        describe = f"{call} on {self.name}"
-        if self.closed:
+    def _after(self, after: Events, call: str) -> Iterator[tuple[Any, str]]:
+        """Issue a collective on the group and the stream, after the events. Its errors name it.
+
+        Another thread may close the communicator: the group is read once, and where it is None, torch.distributed would
+        take the default group.
+        """
+        group, describe = self.group, f"{call} on {self.name}"
+        if self.closed or group is None:
             raise CommError(f"{describe} failed: it is closed: {self.closed}")
         with naming_errors(describe), self.stream.after(after):
-            yield describe
+            yield group, describe

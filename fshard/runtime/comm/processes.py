@@ -109,7 +109,7 @@ class ProcessTransport:
     def _waiting(self) -> dict[str, list[NcclCommunicator]]:
         """The communicators for which the device may wait while the host does not, by role."""
         found: dict[str, list[NcclCommunicator]] = {}
-        for (role, _), comm in [*self.comms.items()]:
+        for (role, _), comm in self.comms.copy().items():  # in the watchdog's thread
             if isinstance(comm, NcclCommunicator):
                 found.setdefault(role, []).append(comm)
         return found
@@ -134,6 +134,7 @@ class ProcessTransport:
         for part in self.parts:
             part.close(reason)
         self.watchdog.close()
+        self.lost = self.lost or reason or "the mesh was closed"
         if not reason:
             self.flight.withdraw()
         self._drop([*self.comms.values()], reason)
@@ -235,6 +236,10 @@ class ProcessTransport:
             group = dist.new_group([self.mesh.members[rank] for rank in ranks], **options)
         if self.mesh.rank not in ranks:
             return None
+        if self.lost:  # the thread that waited for this has given up, and closed the mesh
+            with suppress(Exception):
+                dist.destroy_process_group(group)
+            raise CommError(f"a group was made too late: {self.lost}")
         self.groups.append(group)
         return group
 

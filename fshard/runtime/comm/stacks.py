@@ -93,8 +93,16 @@ def _module(file: str) -> str:
     """The module of a file, empty if none that is loaded comes from it."""
     if file.startswith(OURS):
         return ".".join(Path(file).relative_to(PACKAGE.parent).with_suffix("").parts)
-    every = list(sys.modules.items())
-    return next((name for name, module in every if getattr(module, "__dict__", {}).get("__file__") == file), "")
+    every = sys.modules.copy()  # other threads import meanwhile
+    return next((name for name, module in every.items() if _file_of(module) == file), "")
+
+
+def _file_of(module: object) -> object:
+    """The file of a module. A lazy one, which loads when it is asked for an attribute, is not asked."""
+    try:
+        return object.__getattribute__(module, "__dict__").get("__file__")
+    except AttributeError:
+        return None
 
 
 def _qualified(file: str, line: int, name: str) -> str:

@@ -5,11 +5,13 @@ leaves a note in the store with this rank's call and line; after ten seconds it 
 waits for which. A rank whose program has been at one op of its schedule for as long, or between two steps, leaves a
 note, too: others may wait for it. Errors quote the notes of all ranks. If a wait lasts well beyond its timeout, the
 thread prints the error and ends the process.
+
+Stacks are read only where something waits for long. Whether the program goes on is seen by the record of its ops.
+The thread holds no reference to the watchdog between two looks, so a mesh that nobody holds ends.
 """
 
 import atexit
 import os
-import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -20,7 +22,8 @@ from typing import TextIO
 from fshard.errors import CommError, lines
 from fshard.runtime.comm.call_site import op_of, place
 from fshard.runtime.comm.failure_notes import GATHERING, MOST, FailureNotes
-from fshard.runtime.comm.flight import Flight
+from fshard.runtime.comm.flight import Flight, Stamp
+from fshard.threads import Supervisor, say
 
 LONG = 10.0
 """Seconds of a wait after which a line is printed."""
@@ -55,17 +58,23 @@ class Seen:
 
 @dataclass
 class Told:
-    """The note that was left; and the op that the program of the main thread is at, and for how long it has been."""
+    """The note that was left; the last stamp of the program, for how long it has been that, and when to look next."""
 
     text: str = ""
-    op: str = ""
+    stamp: Stamp | None = None
     seconds: float = 0.0
+    next: float = 0.0
 
-    def at(self, op: str, tick: float) -> float:
-        """The program is at an op; returns for how long it has been. None, ``""``, counts as no time."""
-        self.seconds = self.seconds + tick if op and op == self.op else 0.0
-        self.op = op
-        return self.seconds
+    def due(self, stamp: Stamp | None, tick: float, early: float) -> bool:
+        """Whether to look where the program is: after some seconds at one stamp, after twice as many, and so on."""
+        if stamp is None or stamp != self.stamp:
+            self.stamp, self.seconds, self.next = stamp, 0.0, early
+            return False
+        self.seconds += tick
+        if self.seconds < self.next:
+            return False
+        self.next *= 2
+        return True
 
 
 class Watchdog:
@@ -111,9 +120,10 @@ class Watchdog:
     def start(self) -> None:
         """Start the thread, if it does not run."""
         if self.thread is None and not self.closed.is_set():
-            self.thread = threading.Thread(target=self._run, name="fshard: who waits for whom", daemon=True)
+            mine, name = weakref.ref(self), "fshard: who waits for whom"
+            self.thread = threading.Thread(target=_run, args=(mine, self.closed, self.tick), name=name, daemon=True)
             self.thread.start()
-            atexit.register(_ended, weakref.ref(self))
+            atexit.register(_ended, mine)
 
     def close(self) -> None:
         """End the thread."""
@@ -180,27 +190,28 @@ class Watchdog:
         remedy = "All ranks must make the same calls of the library in one order."
         return lines(f"{text}; {ASKED}", rows, remedy)
 
-    def _run(self) -> None:
-        while not self.closed.wait(self.tick):
-            for look in self.looks:
-                look()
-            now = dict(self.waits)
-            for thread, wait in now.items():
-                last = self.seen.get(thread)
-                if last is None or last.wait is not wait:
-                    self.seen[thread] = Seen(wait)
-                else:
-                    self._look(thread, last)
-            self.seen = {thread: seen for thread, seen in self.seen.items() if thread in now}
-            if not self.seen and not self.failed:
-                self._look_at(threading.main_thread().ident)
+    def look(self) -> None:
+        """Look once at all waits, and where there are none, at the program."""
+        now = self.waits.copy()
+        for thread, wait in now.items():
+            last = self.seen.get(thread)
+            if last is None or last.wait is not wait:
+                self.seen[thread] = Seen(wait)
+            else:
+                self._look(thread, last)
+        self.seen = {thread: seen for thread, seen in self.seen.items() if thread in now}
+        if not self.seen and not self.failed:
+            self._look_at(threading.main_thread().ident)
 
     def _look_at(self, main: int | None) -> None:
         """Act on a program that is for long at one op, or between two steps: in a data loader, say."""
-        op = op_of(main)
-        between = self.flight.between if self.flight is not None and not op else ""
-        late = self.told.at(op or between, self.tick) >= self.early
-        self._leave(", ".join(filter(None, (between, place(main)))) if late else "")
+        stamp = self.flight.stamp if self.flight is not None else None
+        if self.flight is not None and self.told.due(stamp, self.tick, self.early):
+            between = self.flight.between
+            known = between or op_of(main)
+            self._leave(", ".join(filter(None, (between, place(main)))) if known else "")
+        elif self.told.seconds < self.early:
+            self._leave("")
 
     def _look(self, thread: int, seen: Seen) -> None:
         """Act on a wait that has lasted one tick more."""
@@ -210,12 +221,14 @@ class Watchdog:
         if before < LONG <= seen.seconds:
             self._say(f"rank {self.rank} has waited {LONG:g} s {self._for(seen.wait)}; it is at {place(thread)}")
         if seen.seconds > self.timeout + LAST:
-            self._say(
+            told = (
                 f"CommError: rank {self.rank} has waited {seen.seconds:.0f} s {self._for(seen.wait)}, longer than its "
                 f"timeout of {self.timeout:g} s, at {place(thread)}; the wait cannot be ended otherwise, so the "
                 f"process ends with status {STATUS}"
             )
-            os._exit(STATUS)
+            if self.waits.get(thread) is seen.wait:  # while the store answered, the wait may have ended
+                self._say(told)
+                os._exit(STATUS)
 
     def _for(self, wait: Wait) -> str:
         what, rank = wait
@@ -239,10 +252,22 @@ class Watchdog:
             self.notes.leave(self._key(self.rank), text)
 
     def _say(self, text: str) -> None:
-        print(f"fshard: {text}", file=self.out or sys.stderr, flush=True)
+        say(text, self.out)
 
     def _key(self, rank: int) -> str:
         return f"{self.name}/at/{rank}"
+
+
+def _run(watchdog: "weakref.ref[Watchdog]", closed: threading.Event, tick: float) -> None:
+    """Let a watchdog look until it is closed, or nobody holds it. A look that fails does not end it."""
+    supervisor = Supervisor("the thread that looks who waits for whom")
+    while not closed.wait(tick):
+        found = watchdog()
+        if found is None:
+            return
+        for look in (*found.looks, found.look):
+            supervisor.attempt(look)
+        del found, look
 
 
 def _ended(watchdog: "weakref.ref[Watchdog]") -> None:
