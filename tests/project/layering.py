@@ -11,7 +11,18 @@ from functools import cached_property
 from pathlib import Path
 
 LAYERS = (
-    ("errors", "tree", "version", "arguments", "writing", "patterns", "tracebacks", "markup", "threads", "torch_internals"),
+    (
+        "errors",
+        "tree",
+        "version",
+        "arguments",
+        "writing",
+        "patterns",
+        "tracebacks",
+        "markup",
+        "threads",
+        "torch_internals",
+    ),
     ("model", "optim"),
     ("sharding",),
     ("schedule",),
