@@ -26,10 +26,10 @@ def make_mesh(
 ) -> Mesh:
     """The mesh of this job's ranks (``jax.make_mesh``).
 
-    Under torchrun it joins the process group: NCCL if it works on GPUs, else gloo. A process group that exists already
-    is used. Without torchrun the mesh has one rank, so scripts and notebooks run everywhere. Inside of
-    ``fs.virtual_mesh(...).run`` it is the virtual mesh. Collective: before anything else is sent, ranks compare their
-    devices by the store of the job.
+    Under torchrun it joins the process group: NCCL if it works on GPUs, else gloo. Under ``srun`` and ``mpirun`` it
+    does so by their variables, from which it sets torchrun's. A process group that exists already is used. Without any
+    of them the mesh has one rank, so scripts and notebooks run everywhere. Inside of ``fs.virtual_mesh(...).run`` it is
+    the virtual mesh. Collective: before anything else is sent, ranks compare their devices by the store of the job.
 
     Args:
         sizes: the number of ranks along each axis; one may be ``-1`` for the rest of the world.
@@ -46,7 +46,8 @@ def make_mesh(
 
     Raises:
         PlanError: the sizes do not fit the world; a rank has no such device; ranks are on devices of different kinds,
-            or several on one GPU. On all ranks alike.
+            or several on one GPU; a launcher started several processes, and nothing tells how they meet. On all ranks
+            alike.
 
     >>> make_mesh((-1,), ("data",)).size
     1

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from fshard.errors import PlanError
 from fshard.runtime.comm.bounded import bounded
 from fshard.runtime.comm.devices import Place, agree_on_places, choose_device, device_of_group, place_of, with_nccl
+from fshard.runtime.comm.launchers import as_torchrun
 from fshard.runtime.comm.pending import naming_errors
 from fshard.runtime.comm.processes import GRACE, STORE
 from fshard.runtime.comm.start import start_name
@@ -46,7 +47,7 @@ class Joined:
 
 
 def join(timeout: float, given: str | torch.device | None, check: Check) -> Joined | None:
-    """Join the job that torchrun's environment names, or use the existing process group. Collective.
+    """Join the job that torchrun's, srun's or mpirun's variables name, or the existing process group. Collective.
 
     Args:
         timeout: seconds to wait for others.
@@ -54,13 +55,15 @@ def join(timeout: float, given: str | torch.device | None, check: Check) -> Join
         check: raises a PlanError if the number of ranks is not what this one expects.
 
     Returns:
-        This rank; None without torchrun and process group.
+        This rank; None without a launcher and process group.
 
     Raises:
-        PlanError: a rank cannot join, or ranks are on devices that do not go together; on all ranks alike.
+        PlanError: a launcher has started several processes, and does not tell how they meet; a rank cannot join, or
+            ranks are on devices that do not go together; on all ranks alike.
     """
     if dist.is_initialized():
         return _of_group(timeout, given, check)
+    os.environ.update(as_torchrun(os.environ))
     if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
         return None
     limit = datetime.timedelta(seconds=timeout)
