@@ -6,15 +6,18 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from fshard.arguments import expect
-from fshard.checkpoint.tensorfile import TensorMeta
 from fshard.errors import PlanError
 from fshard.interchange.export import deliver, export_entries, on_one_replica, stream
 from fshard.interchange.export_plan import ROLE, plan_export
 from fshard.interchange.hf_files import HfFiles, HfWriter, size_in_bytes
-from fshard.interchange.rename import RenameLike
-from fshard.interchange.source import load
+from fshard.interchange.hf_names import Converted, family
+from fshard.interchange.hf_outputs import HfOutputs
+from fshard.interchange.hf_values import own_values, read_buffers
+from fshard.interchange.rename import RenameLike, decided
+from fshard.interchange.source import TensorSource, load
 from fshard.optim.base import Optimizer
 from fshard.played.everywhere import called_on_each_rank
 from fshard.runtime.comm import collective_call, first_rank_or_raise, mesh_communicator
@@ -34,22 +37,27 @@ def load_hf(
     init: Inits = (),
     seed: int = 0,
     cast: bool = False,
+    buffers: Mapping[str, Any] | None = None,
 ) -> TrainState:
     """A train state with the parameters of a Hugging Face model. Local: ranks do not communicate.
 
-    Each rank reads its own part of the files: no rank reads or holds the whole model.
+    Each rank reads its own part of the files: no rank reads or holds the whole model. If the plan is that of a
+    ``transformers`` module, names and layouts in the files become the module's as in ``from_pretrained``: the tensors
+    of experts are stacked, other prefixes are taken for those of the module, and tables that files lack are computed.
 
     Args:
         path: a folder with ``model.safetensors`` or ``model.safetensors.index.json``, or one ``.safetensors`` file.
-        plan: the plan. If it was split from a ``transformers`` module, its paths are the names in the files, up to the
-            prefix of the base model, which some files lack.
+        plan: the plan, of what ``fs.split`` returned or of a tree. That of a tree has the names in the files.
         opt: the optimizer, whose state starts anew; None for parameters alone: a state for eval steps, such as a frozen
             reference model, whose ``params`` are the tree of shards.
         rename: rules from names in the files to paths: ``(pattern, path)`` or ``fs.io.Rename``. The first rule that
-            matches a whole name applies; ``(pattern, None)`` leaves a tensor out.
+            matches a whole name applies, in place of what ``transformers`` would; ``(pattern, None)`` leaves a tensor
+            out.
         init: ``(pattern, initializer)`` rules for leaves that the files do not have, such as a new head.
         seed: the seed of these values, and of random numbers inside of steps.
         cast: whether floating-point tensors may be rounded to the leaf's dtype. Widening is always allowed.
+        buffers: a tree of tensors to fill with what the files hold of them, ``model.buffers``: running statistics, or
+            the biases of experts that no gradient trains. Without it such tensors must be what the module holds.
 
     Raises:
         CheckpointError: the files do not exist or cannot be read; ``DamagedError`` if they are incomplete.
@@ -68,7 +76,13 @@ def load_hf(
         "load_hf(path, plan, opt)",
         [("path", path, (str, os.PathLike), "a folder or a file"), ("plan", plan, Plan, "what fs.make_plan returned")],
     )
-    return load(plan, opt, HfFiles(path), rename=rename, init=init, seed=seed, cast=cast)
+    source: TensorSource = HfFiles(path)
+    module = family(plan)
+    if module is not None:
+        source = Converted(source, module, rename)
+        init = (*init, *own_values(module, plan, source, rename))
+    source = read_buffers(source, module, buffers, decided(rename, source.tensors))
+    return load(plan, opt, source, rename=rename, init=init, seed=seed, cast=cast)
 
 
 @called_on_each_rank
@@ -83,10 +97,13 @@ def save_hf(
     dtype: torch.dtype | None = None,
     max_shard_size: int | str = "5GB",
     overwrite: bool = False,
+    buffers: Mapping[str, Any] | None = None,
 ) -> None:
     """Write parameters as a folder that ``from_pretrained`` of ``transformers`` loads. Collective.
 
-    Rank 0 writes each tensor when it is gathered, and holds one at a time. The files get their names when all of them
+    If the plan is that of a ``transformers`` module, names and layouts are those of its ``save_pretrained``: one tensor
+    an expert, where the module has all in one. Rank 0 writes each tensor when it is gathered, and holds one at a time,
+    or those of which a tensor in the files consists. The files get their names when all of them
     are complete. Tied leaves are written once, under their first name, as ``transformers`` does. Replicas that train
     apart (``fs.outer``) write what they agree on: ``fs.averaged(state, "anchor")``.
 
@@ -99,6 +116,8 @@ def save_hf(
         dtype: the dtype to which floating-point leaves are cast, such as ``torch.bfloat16``.
         max_shard_size: the most bytes of a file, such as ``"5GB"``; a larger model gets several files and an index.
         overwrite: whether weights in the folder may be removed once the new ones are complete.
+        buffers: a tree of whole tensors to write, such as ``model.buffers``. For a ``transformers`` module, None writes
+            those that its state dict has, as the module holds them.
 
     Raises:
         CheckpointError: the folder holds weights, or cannot be written to; equal on all ranks. The folder's files are
@@ -120,11 +139,8 @@ def save_hf(
     if settings is not None and not isinstance(settings, Mapping):
         raise PlanError(f"config={type(settings).__name__} must be a config of transformers, or a dict")
     plan, listed, check_alive = export_entries(state, plan, "params")
-
-    def write() -> None:
-        _write(plan, listed, check_alive, HfOptions(Path(path), tuple(rename), settings, dtype, limit, overwrite))
-
-    on_one_replica(plan, listed, "save_hf", write)
+    options = HfOptions(Path(path), tuple(rename), settings, dtype, limit, overwrite, buffers)
+    on_one_replica(plan, listed, "save_hf", lambda: _write(plan, listed, check_alive, options))
 
 
 class HfOptions(NamedTuple):
@@ -136,15 +152,16 @@ class HfOptions(NamedTuple):
     dtype: torch.dtype | None
     limit: int
     overwrite: bool
+    buffers: Mapping[str, Any] | None
 
 
 def _write(plan: Plan, listed: Sequence[Entry], check_alive: Callable[[], object], options: HfOptions) -> None:
     """Write the entries of a plan. Collective."""
-    path, rename, settings, dtype, limit, overwrite = options
+    path, rename, settings, dtype, limit, overwrite, buffers = options
     items = plan_export(plan, listed, to=0, axes="all", dtype=dtype, rename=rename)
     items.sort(key=lambda item: -item.dtype.itemsize)  # aligns every element of a file
-    tensors = {item.name: TensorMeta(item.shape, item.dtype) for item in items}
-    writer = HfWriter(path, tensors, limit, overwrite)
+    outputs = HfOutputs(family(plan), items, buffers, decided(rename, plan.leaves))
+    writer = HfWriter(path, outputs.tensors, limit, overwrite)
     comm, rank = mesh_communicator(plan.mesh, ROLE), plan.mesh.rank
 
     def publish() -> None:
@@ -152,9 +169,13 @@ def _write(plan: Plan, listed: Sequence[Entry], check_alive: Callable[[], object
             raise failure
         writer.publish(settings)
 
+    def write(arrived: tuple[str, Tensor]) -> None:
+        for name, tensor in outputs.take(*arrived):
+            writer.write(name, tensor)
+
     try:
         first_rank_or_raise(comm, rank, writer.prepare)
-        failure = deliver(stream(items, check_alive), lambda pair: writer.write(*pair))
+        failure = deliver(stream(outputs.items, check_alive), write)
         first_rank_or_raise(comm, rank, publish)
     finally:
         writer.discard()

@@ -58,6 +58,17 @@ def _rule(number: int, given: Any) -> Rename:
     return rule
 
 
+def decided(rules: Sequence[RenameLike], names: Iterable[str]) -> frozenset[str]:
+    """The names that rules decide, as ``apply_rules`` applies them.
+
+    >>> sorted(decided([("a.*", None)], ["ab", "b"]))
+    ['ab']
+    """
+    expect("rename=", [("rules", rules, (list, tuple), "a list of (pattern, new name) or fs.io.Rename(...)")])
+    hits = first_matches([_rule(number, given).pattern for number, given in enumerate(rules)], names)
+    return frozenset(name for name, hit in hits.items() if hit is not None)
+
+
 def apply_rules(rules: Sequence[RenameLike], names: Iterable[str], what: str) -> dict[str, tuple[str, bool]]:
     """The old name of each new name, and whether its dims are swapped. The first rule that matches applies.
 

@@ -76,6 +76,14 @@ class PrefixSource:
         self.source.read(self.prefix + name, parts)
 
 
+class PartSource:
+    """The tensors of a source without some of them."""
+
+    def __init__(self, source: TensorSource, without: Container[str]) -> None:
+        self.name, self.read = source.name, source.read
+        self.tensors = {name: meta for name, meta in source.tensors.items() if name not in without}
+
+
 Origin = Sequence[tuple[str, bool]]
 """The names of a leaf's tensors in a source, each with whether its two dims are swapped: the first is read, and the
 others, those of tied leaves, must be equal to it."""

@@ -15,6 +15,7 @@ from fshard.errors import PlanError, TreeError, lines
 from fshard.model.precision import Precision
 from fshard.patterns import bad_regex, meant_by
 from fshard.sharding.batch import local_part
+from fshard.sharding.code import Code, code_of
 from fshard.sharding.facts import Texts, plan_texts
 from fshard.sharding.kinds import kinds_of
 from fshard.sharding.layout import Group, box, make_groups
@@ -36,7 +37,7 @@ from fshard.sharding.validate import (
     misfit,
     tensors_of,
 )
-from fshard.sharding.validate_wires import check_wires
+from fshard.sharding.validate_wires import check_wires, expect_wire
 from fshard.sharding.wire import Wire, packed_format
 
 
@@ -55,6 +56,7 @@ class Inputs:
     inits: Mapping[str, Any]
     rules: tuple[RuleLike, ...]
     wire: Wire
+    code: Code = Code()
 
     def plan(self, mesh: Mesh, batch: P, precision: Precision) -> "Plan":
         decided = match(self.rules, self.shapes)
@@ -63,7 +65,7 @@ class Inputs:
         check_rounding(leaves)
         check_wires(leaves.values(), mesh, batch.axes)
         groups = make_groups(leaves, dict(self.owners), mesh, batch.axes)
-        return Plan(mesh, batch, leaves, groups, self.inits, precision, self)
+        return Plan(mesh, batch, leaves, groups, self.inits, precision, self, self.code)
 
 
 @dataclass(frozen=True)
@@ -78,6 +80,7 @@ class Plan:
         inits: initializers by path, where the model knows them.
         precision: the dtypes of compute and communication.
         source: its inputs, for ``replace``.
+        code: the module that it was made for, without values.
 
     >>> import torch, fshard as fs
     >>> mesh = fs.abstract_mesh((4,), ("data",))
@@ -93,6 +96,7 @@ class Plan:
     inits: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False)
     precision: Precision = Precision()
     source: Inputs | None = field(default=None, compare=False, repr=False)
+    code: Code = field(default=Code(), compare=False, repr=False)
 
     @functools.cached_property
     def data_axes(self) -> Axes:
@@ -193,8 +197,7 @@ class Plan:
                 f"batch spec is another plan, which fs.make_plan makes; a checkpoint carries a state over to it"
             )
         expect("plan.replace(rules=)", [("rules", rules, (list, tuple, type(None)), _RULES)])
-        if not isinstance(wire, Wire | None):
-            raise PlanError(f"plan.replace: wire={wire!r} must be fs.Wire(...)")
+        expect_wire("plan.replace: ", wire)
         source = self.source if rules is None else dataclasses.replace(self.source, rules=tuple(rules))
         source = source if wire is None else dataclasses.replace(source, wire=wire)
         return source.plan(self.mesh, self.batch, self.precision if precision is None else precision)
@@ -325,10 +328,7 @@ def make_plan(
     >>> plan.groups[0].chunk
     16
     """
-    if isinstance(model, torch.nn.Module):
-        raise PlanError(
-            f"make_plan was given the module {type(model).__name__} itself: call fs.split(module, units=...) first"
-        )
+    code = code_of(model)
     wants: list[Want] = [
         ("model", model, (Mapping, Modelled), "what fs.split returned, or a nested dict of tensors"),
         ("mesh", mesh, Mesh, 'a mesh, fs.make_mesh((-1,), ("data",))'),
@@ -340,8 +340,7 @@ def make_plan(
     precision = Precision() if precision is None else precision
     if not isinstance(precision, Precision):
         raise PlanError(f"precision={precision!r} must be fs.Precision(...)")
-    if not isinstance(wire, Wire | None):
-        raise PlanError(f"wire={wire!r} must be fs.Wire(...)")
+    expect_wire("", wire)
     units = (units,) if isinstance(units, str) else tuple(units)
     tensors = tensors_of(model if isinstance(model, Mapping) else model.params)
     batch = batch_spec(batch, mesh)
@@ -355,6 +354,7 @@ def make_plan(
         inits=dict(getattr(model, "inits", {})),
         rules=tuple(rules),
         wire=wire or Wire(),
+        code=code,
     )
     plan = source.plan(mesh, batch, precision)
     if any(group.gathered and group.parts > 1 for group in plan.groups):

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
+from fshard.errors import PlanError
 from fshard.sharding.kinds import Kinds
 from fshard.sharding.leaf import Leaf
 from fshard.sharding.low_rank import basis_shape
@@ -148,3 +149,9 @@ def _low_rank_problems(leaf: Leaf, kind: str, form: WireFormat) -> Iterator[str]
             f"{kind} in {form}: it takes whole rows of a matrix, and dim {leaf.gather_dim} is cut; use flat=, such as "
             f"fs.fsdp('{leaf.gather_axes[0]}'), or cut dim 0"
         )
+
+
+def expect_wire(call: str, wire: object) -> None:
+    """Refuse what is no wire; ``call`` is what it was given to, for the error."""
+    if not isinstance(wire, Wire | None):
+        raise PlanError(f"{call}wire={wire!r} must be fs.Wire(...)")
