@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map
 
+from fshard import tree
 from fshard.sharding.spec import Shape
 
 Read = Callable[[str, Sequence[tuple[Shape, Tensor]]], None]
@@ -95,9 +95,7 @@ class Woven(Tensor):
         compute: Callable[[Read], Tensor] | None = None,
         names: frozenset[str] = frozenset(),
     ) -> "Woven":
-        made: Woven = torch.Tensor._make_wrapper_subclass(
-            cls, torch.Size(shape), dtype=dtype, device=torch.device("cpu")
-        )
+        made: Woven = Tensor._make_wrapper_subclass(cls, torch.Size(shape), dtype=dtype, device=torch.device("cpu"))
         made.boxes, made.compute = None if boxes is None else tuple(boxes), compute
         made.names = names if made.boxes is None else frozenset(box.name for box in made.boxes)
         return made
@@ -129,7 +127,7 @@ class Woven(Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Woven)]
+        given = [leaf for leaf in tree.leaves((args, kwargs)) if isinstance(leaf, Woven)]
         rule = _RULES.get(func)
         if rule is not None and all(leaf.boxes is not None for leaf in given) and not kwargs:
             return rule(*args)
@@ -142,11 +140,11 @@ def _computed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         raise NotImplementedError(f"{func} writes to its arguments")
 
     def run(given: Callable[[Woven], Tensor]) -> Any:
-        held, named = tree_map(lambda x: given(x) if isinstance(x, Woven) else x, (args, kwargs))
+        held, named = tree.map(lambda x: given(x) if isinstance(x, Woven) else x, (args, kwargs))
         return func(*held, **named)
 
     found = run(lambda x: torch.empty(x.shape, dtype=x.dtype, device="meta"))
-    names = frozenset[str]().union(*(x.names for x in tree_leaves((args, kwargs)) if isinstance(x, Woven)))
+    names = frozenset[str]().union(*(x.names for x in tree.leaves((args, kwargs)) if isinstance(x, Woven)))
     if isinstance(found, Tensor):
         return Woven(found.shape, found.dtype, None, lambda read: run(lambda x: x.whole(read)), names)
 
