@@ -24,7 +24,7 @@ from fshard.errors import PlanError, RematError, TransformError
 from fshard.model.checkpoint_policies import SavePolicy, nothing
 from fshard.model.checkpointed import checkpointed
 from fshard.model.exact import Exact
-from fshard.torch_internals import functorch
+from fshard.torch_internals import DisableFuncTorch, disable_current_modes, functorch
 
 Fn = TypeVar("Fn", bound=Callable[..., Any])
 Flat = Callable[..., tuple[Tensor, ...]]
@@ -287,10 +287,13 @@ def _unchanged_generators() -> Iterator[None]:
     generators = [torch.default_generator]
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         generators.append(torch.cuda.default_generators[torch.cuda.current_device()])
-    before = [generator.get_state() for generator in generators]
+    with DisableFuncTorch(), disable_current_modes():  # a trace would make tensors without data of them
+        before = [generator.get_state() for generator in generators]
     yield
     for generator, state in zip(generators, before, strict=True):
-        if not torch.equal(generator.get_state(), state):
+        with DisableFuncTorch(), disable_current_modes():
+            same = torch.equal(generator.get_state(), state)
+        if not same:
             raise RematError(
                 f"the function given to fs.remat draws from torch's generator on {generator.device}, and would draw "
                 f"other numbers when it is computed again: use fs.random with a key among the arguments, and call "

@@ -30,9 +30,12 @@ from fshard.runtime.engine.loss import Mean, as_means
 from fshard.runtime.execution import Shards
 from fshard.runtime.memory import values_of
 from fshard.runtime.steps import PassSpec, widened
+from fshard.sharding.mesh import Mesh
 from fshard.sharding.plan import Plan
+from fshard.state.equal import Equal
 from fshard.state.flat import Flat, Form, flat_of, form_of, known_flat, mark_of, same_layout
 from fshard.state.train_state import TrainState
+from fshard.torch_internals import DisableFuncTorch
 
 
 @dataclass(frozen=True, eq=False)
@@ -218,6 +221,12 @@ class Composition(ABC):
                 "gradients or parameters of a step function were used after its step was over, when their memory holds "
                 "others: return them in its metrics, which copies them, or carry them in a state"
             )
+        with DisableFuncTorch():  # a transform under way would wrap what is made here
+            self._complete(flat)
+            return flat.held
+
+    def _complete(self, flat: RunningFlat) -> None:
+        """Wait for what fills a tree."""
         if isinstance(flat, Bank) and flat.number not in self.read:
             self.read.add(flat.number)
             self.reach_local("bank", flat.number)
@@ -227,16 +236,16 @@ class Composition(ABC):
         if isinstance(flat, Given) and ("state", flat.state) not in self.complete:
             self.complete.add(("state", flat.state))
             self.reach_local("state", flat.state)
-        return flat.held
 
     def number(self, value: Number) -> Tensor:
         """The value of a number of this step, now."""
         key = value.kind, value.of, value.at
-        if key not in self.numbers:
-            if value.kind == "norm" and isinstance(value.of.grads, RunningFlat):
-                self.chunks(value.of.grads)
-            self.numbers[key] = self._skips(value.of) if value.kind == "skipped" else self.exchanged(value)
-        return self.number_tensor(self.numbers[key], value.dtype)
+        with DisableFuncTorch():
+            if key not in self.numbers:
+                if value.kind == "norm" and isinstance(value.of.grads, RunningFlat):
+                    self.chunks(value.of.grads)
+                self.numbers[key] = self._skips(value.of) if value.kind == "skipped" else self.exchanged(value)
+            return self.number_tensor(self.numbers[key], value.dtype)
 
     def _skips(self, updated: Updated) -> float:
         """Whether an update does not happen, by its norm."""
@@ -345,6 +354,14 @@ class Composition(ABC):
     @abstractmethod
     def exchanged(self, value: Number) -> float:
         """A number of this step, by an exchange of its own."""
+
+    @abstractmethod
+    def differentiate(self, equal: Equal) -> None:
+        """Note what ranks must have in common for a derivative that the code between passes takes of a loss."""
+
+    @abstractmethod
+    def meet(self, mesh: Mesh, row: Sequence[int]) -> list[list[int]]:
+        """The numbers of each rank of a mesh. Collective."""
 
     @abstractmethod
     def number_tensor(self, number: float, dtype: torch.dtype) -> Tensor:

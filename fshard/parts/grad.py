@@ -95,7 +95,8 @@ class ValueAndGrad(OneFunction):
             PeerError: another rank failed.
         """
         refuse_compiling("a gradient")
-        if (running := running_of(params)) is not None:
+        running = running_of(params)
+        if running is not None and (isinstance(params, TrainState) or not under_way(_tensors(params))):
             part: tuple[Any, dict[str, Any]] = running.gradient(self, params, batch)
             return part
         if isinstance(params, TrainState):
@@ -242,6 +243,10 @@ def value_and_grad(
     loss = ShardedLoss(loss_fn, plan, has_aux, resharded, debug)
     refuse_feedback(plan, "value_and_grad")
     return ValueAndGrad(loss, only, accumulate, running, loss_scale)
+
+
+def _tensors(params: Any) -> list[Tensor]:
+    return [leaf for leaf in tree.leaves(params) if isinstance(leaf, Tensor)]
 
 
 def under_way(tensors: list[Tensor]) -> bool:

@@ -18,7 +18,7 @@ from fshard.errors import TreeError
 from fshard.parts.arguments import Arguments, Final, Result, check_mesh
 from fshard.parts.assemble import assemble, scheduled, task_of
 from fshard.parts.numbers import Numbers
-from fshard.parts.record import Recorded, record
+from fshard.parts.record import Recorded, Untraced, record
 from fshard.parts.replay import Replay
 from fshard.parts.running import Updated
 from fshard.runtime.comm import COLLECTIVES, Facts, digest, mesh_communicator, refuse_nested
@@ -86,7 +86,7 @@ class StepRunner:
         self._rows = rows_of(plan.batch, plan.mesh)
         self.latest = Latest()
         self.choices: dict[Recorded, Choice] = {}
-        self._recorded: dict[Hashable, tuple[Recorded | None, Sequence[Plan]]] = {}
+        self._recorded: dict[Hashable, tuple[Recorded | Untraced, Sequence[Plan]]] = {}
         self.replays: dict[Recorded, Replay] = {}
         self._equals: dict[int, Equal] = {}  # by the id of the plan, which lives as long as they do
         self._last: tuple[Pending, ...] = ()  # the updates that may still read the memory of this step's gradients
@@ -105,9 +105,10 @@ class StepRunner:
         try:
             facts, recorded, replay, executor = self._ready(given, shield)
             if replay is None or executor is None:
-                self.latest = Latest()
+                why = recorded.why if isinstance(recorded, Untraced) else ""
+                self.latest = Latest(apart=why or "its function has no passes")
                 agree(control, CALL, Intent(), given.batch, False, None, facts)
-                return "it asks for values that a trace does not have" if recorded is None else ""
+                return why
             attempt, verdict = self._scheduled(replay, executor, given, shield, facts)
             if verdict.worst == FAILED:
                 raise_failure(control, attempt.end.failure, verdict.status, verdict.status[self.plan.mesh.rank])
@@ -120,13 +121,14 @@ class StepRunner:
             if replay is not None:
                 replay.end()
         self._transport.abort(COLLECTIVES, "the step failed")
-        return f"it left its schedule: {attempt.end.left or 'on another rank'}"
+        self.latest = Latest(apart=f"it left its schedule: {attempt.end.left or 'on another rank'}")
+        return self.latest.apart
 
     # -- prepare ------------------------------------------------------------------------------------------------------
 
     def _ready(
         self, given: Arguments, shield: Shield
-    ) -> tuple[Facts, Recorded | None, Replay | None, Scheduled | None]:
+    ) -> tuple[Facts, Recorded | Untraced, Replay | None, Scheduled | None]:
         """What must be equal on all ranks, and what the function does, with its executor if it has a schedule."""
         try:
             self._check(given)
@@ -134,7 +136,7 @@ class StepRunner:
             facts = self._facts(given, recorded)
         except BaseException as error:
             decline(mesh_communicator(self.plan.mesh), CALL, None, error)
-        if recorded is not None and recorded.passes and recorded not in self.replays:
+        if isinstance(recorded, Recorded) and recorded.passes and recorded not in self.replays:
             self._choose_policy(recorded, given, facts)
         try:
             replay = self._prepare(recorded, given.own)
@@ -151,13 +153,13 @@ class StepRunner:
         if len({id(state.memory) for state in given.states[: given.own]}) < given.own:
             raise TreeError("step(state, batch): one state was given twice")
 
-    def _facts(self, given: Arguments, recorded: Recorded | None) -> Facts:
+    def _facts(self, given: Arguments, recorded: Recorded | Untraced) -> Facts:
         """What must be equal on all ranks: of the states, and of the parts, if it is known which there are."""
         if self.plan.mesh.size == 1:
             return Facts()
         facts = [self._equal(state.plan).of(state) for state in given.states]
         copies = [each.copies for each in facts if each.copies is not None]
-        for equal, origin in recorded.equals if recorded is not None else ():
+        for equal, origin in recorded.equals if isinstance(recorded, Recorded) else ():
             facts.append(equal.fixed() if origin is None else equal.of(given.states[origin]))
         return Facts(
             digest([each.number for each in facts]),
@@ -165,8 +167,8 @@ class StepRunner:
             (lambda: [copy for made in copies for copy in made()]) if copies else None,
         )
 
-    def recorded(self, given: Arguments) -> Recorded | None:
-        """What the function does with such states and batches; None if only a real run can tell."""
+    def recorded(self, given: Arguments) -> Recorded | Untraced:
+        """What the function does with such states and batches, if a trace can tell."""
         plans = [state.plan for state in given.states]
         key = signature(given.state), signature(given.batch), tuple(map(id, plans))
         if key not in self._recorded:  # the plans live as long as their ids are keys
@@ -202,9 +204,9 @@ class StepRunner:
             self._equals[id(plan)] = Equal(plan, told, always=self.running.debug)
         return self._equals[id(plan)]
 
-    def _prepare(self, recorded: Recorded | None, own: int) -> Replay | None:
+    def _prepare(self, recorded: Recorded | Untraced, own: int) -> Replay | None:
         """What the function does, with a schedule; None if only a real run can tell."""
-        if recorded is None or not recorded.passes:
+        if isinstance(recorded, Untraced) or not recorded.passes:
             return None
         if recorded not in self.replays:
             policy = self.running.policy

@@ -14,6 +14,7 @@ from fshard.collectives.scope import bind
 from fshard.parts.arguments import Arguments, Final, Result
 from fshard.parts.compose import Composition, number_of_means
 from fshard.parts.running import Bank, Number, RunningFlat, RunningMemory, Updated, memory_of
+from fshard.runtime.comm.call_site import line_of
 from fshard.runtime.engine.activations import Activations
 from fshard.runtime.engine.batch import check_even, faked, microbatches, signature
 from fshard.runtime.engine.fake_fallback import needs_values
@@ -23,11 +24,13 @@ from fshard.runtime.execution import Found, Shard, Shards, partly_updated
 from fshard.runtime.execution.trace import trace_in, without_data
 from fshard.runtime.steps import PassSpec
 from fshard.schedule.footprint import Need
-from fshard.sharding.mesh import Axes
+from fshard.sharding.mesh import Axes, Mesh
 from fshard.sharding.plan import Plan
 from fshard.state.equal import Equal
 from fshard.state.flat import Form, form_of
 from fshard.state.train_state import TrainState
+
+VALUES = "it asks for values that a trace does not have"
 
 
 @dataclass(frozen=True, eq=False)
@@ -117,6 +120,17 @@ class Recorded:
         return tuple([path for (_, path), idle in leaves.items() if idle])
 
 
+@dataclass(frozen=True)
+class Untraced:
+    """A step function of which only a real run can tell what it does.
+
+    Attributes:
+        why: the reason, to go on after "since".
+    """
+
+    why: str
+
+
 class Untraceable(Exception):  # noqa: N818 - not an error: the step runs part by part
     """A part depends on values that a trace does not have."""
 
@@ -141,6 +155,10 @@ class Recording(Composition):
         self.equals[id(part)] = part.equal, memory_of(state, self).origin
         return super().update(part, state, grads, lr)
 
+    def differentiate(self, equal: Equal) -> None:
+        """Note what it must have in common on all ranks."""
+        self.equals[id(equal)] = equal, None
+
     def given_chunks(self, state: int) -> Mapping[int, Tensor]:
         """Fake shards."""
         return self._fake(form_of(self.states[state].plan))
@@ -160,7 +178,7 @@ class Recording(Composition):
         with self.between.outside():
             traced = trace_in(self.mode, spec.fn, spec.plan, parts[0], spec.train, spec.remat)
         if traced is None:
-            raise Untraceable("a part depends on values of tensors")
+            raise Untraceable(f"{VALUES}, in {part_of(spec)}")
         found, result = traced
         if spec.train and not found.weighted:
             check_even(batch, spec.accumulate)
@@ -210,6 +228,11 @@ class Recording(Composition):
         self.foresee(value.of.part.plan if value.kind == "norm" else self._pass(value.of).spec.plan)
         return math.nan
 
+    def meet(self, mesh: Mesh, row: Sequence[int]) -> list[list[int]]:
+        """Ranks will exchange them. Here all have those of this one."""
+        self.mode.foresee(mesh, mesh.axis_names)
+        return [[*row] for _ in range(mesh.size)]
+
     def number_tensor(self, number: float, dtype: torch.dtype) -> Tensor:
         """A fake number."""
         with self.mode:
@@ -238,8 +261,8 @@ class Recording(Composition):
         )
 
 
-def record(fn: Callable[..., Any], given: Arguments, plan: Plan) -> Recorded | None:
-    """What a step function does with these states and this batch; None if only a real run can tell.
+def record(fn: Callable[..., Any], given: Arguments, plan: Plan) -> Recorded | Untraced:
+    """What a step function does with these states and this batch, if a trace can tell.
 
     Args:
         fn: ``fn(state, batch)``.
@@ -257,12 +280,20 @@ def record(fn: Callable[..., Any], given: Arguments, plan: Plan) -> Recorded | N
         with around, bind(plan.mesh, plan.data_axes, running=recording):
             result = recording.result(fn(*inside))
     except Exception as error:
-        if not isinstance(error, Untraceable) and not needs_values(error):
+        if isinstance(error, Untraceable):
+            return Untraced(str(error))
+        if not needs_values(error):
             raise
-        return None
+        line = line_of(error)
+        return Untraced(f"{VALUES}, at {line}" if line else VALUES)
     finally:
         recording.over = True
     return recording.recorded(result, [*axes])
+
+
+def part_of(spec: PassSpec) -> str:
+    """The name of a pass's function."""
+    return getattr(spec.fn, "__name__", "a function")
 
 
 def _recorded(final: Final, updated: Updated, copied: bool) -> RecordedUpdate:

@@ -12,6 +12,7 @@ from torch import Tensor
 from fshard import tree
 from fshard.collectives.linear import Sum, apply
 from fshard.collectives.ranks import Ranks
+from fshard.collectives.raw import gather
 from fshard.parts.assemble import Assembled
 from fshard.parts.compose import Composition, number_of_means
 from fshard.parts.rates import check_rates, told_rate
@@ -29,7 +30,9 @@ from fshard.runtime.steps.consensus import RuleNorms, Verdict, joint_norm, read,
 from fshard.runtime.steps.passes import Passes
 from fshard.runtime.steps.records import Measured
 from fshard.schedule.ops import LOCAL, ROOT
+from fshard.sharding.mesh import Mesh
 from fshard.sharding.plan import Plan
+from fshard.state.equal import Equal
 from fshard.state.flat import Form
 from fshard.state.settle import fetch
 from fshard.training.metrics import combine_aux
@@ -318,6 +321,16 @@ class Replay(Composition):
         row = torch.tensor(values, dtype=torch.float64, device="cpu").to(plan.mesh.device)
         summed: list[float] = apply(row, Sum(Ranks(plan.mesh, plan.mesh.axis_names))).tolist()
         return summed
+
+    def differentiate(self, equal: Equal) -> None:
+        """Nothing to add: ranks have compared it at the beginning of the step."""
+
+    def meet(self, mesh: Mesh, row: Sequence[int]) -> list[list[int]]:
+        """The numbers of each rank of a mesh, by a collective of the code between passes."""
+        if mesh.size == 1:
+            return [[*row]]
+        rows: list[list[int]] = gather(Ranks(mesh, mesh.axis_names), torch.tensor(row, device=mesh.device))().tolist()
+        return rows
 
     def tally(self, updates: Sequence[Updated]) -> list[float]:
         """What this rank brings to the end of the step: the totals and counts of losses and means, squared norms.

@@ -8,7 +8,7 @@ computes with them is as right.
 
 import functools
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NoReturn, Protocol
 
@@ -40,6 +40,12 @@ class Running(Protocol):
 
     def evaluate(self, part: Any, state: TrainState, batch: Any) -> Any:
         """Perform what ``fs.make_eval_step`` made."""
+
+    def differentiate(self, equal: Any) -> None:
+        """Note what ranks must have in common for a derivative that the code between passes takes of a loss."""
+
+    def meet(self, mesh: Any, row: Sequence[int]) -> list[list[int]]:
+        """The numbers of each rank of a mesh. Collective."""
 
     def chunks(self, flat: "RunningFlat") -> Mapping[int, Tensor]:
         """The chunks of a tree of this step, as they are when all that fills them is over."""
@@ -78,16 +84,21 @@ class Later(Tensor):
     """A tensor whose value is asked for when an operation reads it. Its shape and dtype are there before."""
 
     current: Callable[[], Tensor]
-    lies_on: torch.device
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Answer questions of shape and place; else run the operation on values."""
-        if func in PLACE:
-            return PLACE[func](args[0].lies_on)
-        if func in METADATA:
+        if func in METADATA or func in PLACE:
             with DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
+        args, kwargs = tree.map(current, (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """Run the operation on values, where a transform of ``torch.func`` has wrapped the tensor."""
         args, kwargs = tree.map(current, (args, kwargs or {}))
         return func(*args, **kwargs)
 
@@ -97,8 +108,8 @@ class Later(Tensor):
 
 def later(like: Tensor, device: torch.device, value: Callable[[], Tensor]) -> Tensor:
     """A tensor like one without data, whose value the function returns. A trace makes it outside of its mode."""
-    made: Later = Tensor._make_subclass(Later, like)
-    made.current, made.lies_on = value, device
+    made: Later = Tensor._make_wrapper_subclass(Later, like.shape, like.stride(), dtype=like.dtype, device=device)
+    made.current = value
     return made
 
 

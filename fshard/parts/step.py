@@ -10,6 +10,7 @@ from fshard.errors import PlanError, TreeError
 from fshard.parts.arguments import arguments
 from fshard.parts.piecewise import piecewise
 from fshard.parts.protocol import StepRunner
+from fshard.parts.record import Untraced
 from fshard.played.everywhere import made_on_each_rank
 from fshard.runtime.comm import collective_call
 from fshard.runtime.execution import Shield
@@ -124,10 +125,10 @@ class Step(LatestRun):
             PlanError: the function depends on values of tensors, so that it has no schedule.
         """
         recorded = self._runner.recorded(arguments(state, batch))
-        if recorded is None:
-            raise PlanError(
-                "the step function depends on values of tensors, which a trace does not have: it runs part by part"
-            )
+        if isinstance(recorded, Untraced):
+            raise PlanError(f"no schedule: {self!r} runs part by part, since {recorded.why}")
+        if not recorded.passes:
+            raise PlanError(f"no schedule: the function of {self!r} has no passes")
         return self._runner.trace(recorded)
 
 

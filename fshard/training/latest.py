@@ -35,11 +35,16 @@ class LatestRun:
         """The schedule of the latest run. ``print`` it. ``trace`` finds one without a run.
 
         Raises:
-            PlanError: nothing has run yet, or the latest run gathered on demand.
+            PlanError: nothing has run yet, or the latest run gathered on demand, or part by part.
         """
         latest = self._runner.latest
         if latest.schedule is not None:
             return latest.schedule
+        if latest.apart:
+            raise PlanError(
+                f"no schedule: the latest run went part by part, since {latest.apart}. Each part has a schedule of its "
+                f"own, such as grad.schedule of grad = fs.value_and_grad(...)"
+            )
         if latest.record:
             raise PlanError("no schedule: the latest run gathered on demand; the next with such a batch has one")
         raise PlanError("no schedule yet: it is found from a batch; run it once, or ask trace, which runs nothing")

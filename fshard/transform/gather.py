@@ -25,6 +25,7 @@ from fshard.sharding.layout import Group
 from fshard.sharding.owners import ROOT
 from fshard.sharding.plan import Plan
 from fshard.state.pack import cut_leaves, join_pieces
+from fshard.torch_internals import DisableFuncTorch, disable_current_modes
 
 
 def gather(plan: Plan, group: Group, pieces: Sequence[Tensor]) -> list[Tensor]:
@@ -212,8 +213,9 @@ class Resharding:
 
     def _lazy(self, group: Group, number: int) -> Tensor:
         leaf = group.leaves[number]
-        empty = torch.empty(leaf.compute_shape, dtype=group.compute_dtype, device="meta")
-        lazy: Tensor = Tensor._make_subclass(Lazy, empty, False)
+        with DisableFuncTorch(), disable_current_modes():  # a trace would make a fake tensor
+            empty = torch.empty(leaf.compute_shape, dtype=group.compute_dtype, device="meta")
+            lazy: Tensor = Tensor._make_subclass(Lazy, empty, False)
         self.slots.append(Slot(self, leaf.path, self.casting, leaf.shape))
         attach(lazy, self.slots[-1])
         return lazy

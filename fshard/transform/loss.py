@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,32 +14,19 @@ from fshard.arguments import Want, expect
 from fshard.collectives.linear import Settle, Spread, Sum, apply
 from fshard.collectives.ranks import Ranks
 from fshard.collectives.scope import bind, cutting
-from fshard.errors import CommError, LossError, PeerError, ScheduleError, UnitError, lines
+from fshard.errors import LossError, UnitError, lines
 from fshard.model.remat import exact
-from fshard.runtime.comm import (
-    Communicator,
-    Facts,
-    announce,
-    collective_call,
-    digest,
-    exchange,
-    exchange_text,
-    mesh_communicator,
-)
-from fshard.runtime.comm.call_site import call_site
-from fshard.runtime.comm.facts import compare_numbers
-from fshard.runtime.engine import Mean, fingerprint, leading_dims, means_of, read_loss
+from fshard.runtime.comm import collective_call, digest
+from fshard.runtime.engine import Mean, leading_dims, means_of, read_loss
 from fshard.runtime.engine.batch import check_device
 from fshard.runtime.engine.loss import Loss
-from fshard.runtime.execution.executor import diverged
-from fshard.runtime.steps import raise_failure
-from fshard.runtime.steps.consensus import CUT, FAILED, OK
-from fshard.runtime.steps.refusals import unlike_losses
-from fshard.runtime.steps.rows import NUMBERS, Rows, rows_of, uneven_rows
+from fshard.runtime.steps.consensus import OK
+from fshard.runtime.steps.rows import Rows, rows_of
 from fshard.sharding.plan import Plan
 from fshard.state.equal import Equal
-from fshard.torch_internals import DisableFuncTorch
+from fshard.torch_internals import forward_ad_level
 from fshard.transform.gather import Resharding, Versions, gather_all
+from fshard.transform.meeting import Meeting, meeting
 
 LossFn = Callable[[Any, Any], Any]
 
@@ -82,56 +69,33 @@ class ShardedLoss:
             PeerError: the loss function raised on another rank.
             ReplicationError: plans or options differ between ranks; in debug mode, leaves that must be equal.
         """
-        comm = mesh_communicator(self.plan.mesh)
+        ranks = meeting(self.plan.mesh, batch, self._rows)
         with cutting(self.plan.mesh):
             # Before the first gather: a rank whose arguments are bad must not leave the others waiting.
-            facts = self._equal.fixed() if comm.size > 1 else Facts()
-            flat = self._all_ranks("the call", batch, lambda: self._checked(params, batch), facts)
+            facts = ranks.facts(self._equal)
+            flat = ranks.all_ranks("the call", lambda: self._checked(params, batch), facts)
             if self.debug:
                 self._check_replicas(flat)
-            loss = self._all_ranks("the loss", batch, lambda: self._run(flat, batch))
+            loss = ranks.all_ranks("the loss", lambda: self._run(flat, batch, ranks))
             value, aux = self._mean(loss)
             if self.debug:
-                self._check_rank_free(flat, batch, loss)
+                self._check_rank_free(flat, batch, loss, ranks)
             return (value, aux) if self.has_aux else value
-
-    def _all_ranks(
-        self,
-        place: str,
-        batch: Any,
-        body: Callable[[], Any],
-        facts: Facts = Facts(),  # noqa: B008 - a frozen value
-    ) -> Any:
-        """What ``body`` returns; what it raises on any rank is raised on all."""
-        comm, value, failure = mesh_communicator(self.plan.mesh), None, None
-        try:
-            with cutting(self.plan.mesh):  # others may wait in a collective, and learn of a failure only here
-                value = body()
-        except (PeerError, ScheduleError):
-            raise  # the other ranks know
-        except CommError as error:
-            # A rank that failed cut this collective off, or the connection to a rank was lost.
-            with suppress(CommError):
-                _handshake(comm, place, batch, failure=error)
-            raise
-        except Exception as error:
-            failure = error
-        _handshake(comm, place, batch, value if isinstance(value, Loss) else None, failure, facts, self._rows)
-        return value
 
     def _checked(self, params: Any, batch: Any) -> dict[str, Tensor]:
         flat = self.plan.check_tree(params, whole=False)
         check_device(batch, self.plan.mesh.device)
-        return flat
+        # A tangent has the layout of its primal's storage. A copy has one of its own, and any view can be taken of it.
+        return {path: leaf.clone() for path, leaf in flat.items()} if forward_ad_level() >= 0 else flat
 
-    def _run(self, flat: dict[str, Tensor], batch: Any) -> Loss:
+    def _run(self, flat: dict[str, Tensor], batch: Any, ranks: Meeting) -> Loss:
         versions = Versions()
         for i, x in enumerate(tree.leaves(batch)):
             if isinstance(x, Tensor):
                 versions.add(f"batch leaf {i}", x)
         try:
             bound = bind(self.plan.mesh, self.plan.data_axes)
-            with self._params(flat, batch, versions) as params, bound, exact():
+            with self._params(flat, ranks, versions) as params, bound, exact():
                 loss = read_loss(self.loss_fn(params, batch))
         except RuntimeError as error:
             if "in-place operation" not in str(error):
@@ -151,11 +115,10 @@ class ShardedLoss:
             )
 
     def _params(
-        self, flat: dict[str, Tensor], batch: Any, versions: Versions
+        self, flat: dict[str, Tensor], ranks: Meeting, versions: Versions
     ) -> AbstractContextManager[dict[str, Any]]:
         if self.reshard:
-            comm = mesh_communicator(self.plan.mesh)
-            return Resharding(self.plan, flat, lambda unit: _handshake(comm, unit, batch), versions).params()
+            return Resharding(self.plan, flat, ranks.handshake, versions).params()
         params = gather_all(self.plan, flat)
         for path, leaf in tree.paths(params):
             versions.add(f"params {path}", leaf)
@@ -185,17 +148,15 @@ class ShardedLoss:
                 for leaf in group.leaves:
                     apply(flat[leaf.path].detach(), Settle(copies, f"params {leaf.path}", True))
 
-    def _check_rank_free(self, flat: dict[str, Tensor], batch: Any, loss: Loss) -> None:
+    def _check_rank_free(self, flat: dict[str, Tensor], batch: Any, loss: Loss, ranks: Meeting) -> None:
         """Refuse a loss that differs between ranks for the same batch."""
         mesh = self.plan.mesh
         others = Ranks(mesh, tuple(a for a in mesh.axis_names if a not in self.plan.data_axes))
         if others.size > 1:
             apply(loss.total.detach(), Settle(others, "the loss of the same batch", True))
         data = Ranks(mesh, self.plan.data_axes)
-        with DisableFuncTorch():
-            own = torch.tensor([digest(leading_dims(batch))], device="cpu")
-            rows = exchange(mesh_communicator(self.plan.mesh), own).flatten().tolist()
-        if data.size == 1 or len(set(rows)) > 1:
+        rows = ranks.rows([OK, digest(leading_dims(batch))])
+        if data.size == 1 or any(row != rows[0] for row in rows):
             return
         same = tree.map(lambda x: apply(x.detach(), Spread(data)) if isinstance(x, Tensor) else x, batch)
         with torch.no_grad():
@@ -244,43 +205,6 @@ def sharded_loss(
     {'w': tensor([0., 1., 2.])}
     """
     return ShardedLoss(loss_fn, plan, has_aux, reshard, debug)
-
-
-def _handshake(
-    comm: Communicator,
-    place: str,
-    batch: Any,
-    loss: Loss | None = None,
-    failure: Exception | None = None,
-    facts: Facts = Facts(),  # noqa: B008 - a frozen value
-    sizes: Rows = Rows(),  # noqa: B008 - likewise
-) -> None:
-    """Raise on all ranks the failure of any of them, and refuse losses without a common mean.
-
-    A rank that fails takes part in one more exchange, which has the same form wherever the other ranks are. A rank that
-    failed because another one cut its collective off raises that rank's failure.
-    """
-    status = OK if failure is None else CUT if isinstance(failure, CommError) else FAILED
-    mine = [status, digest(place), facts.number, *_mean_row(batch, loss, sizes)]
-    with DisableFuncTorch():  # a transform under way would wrap what is sent
-        rows = announce(comm, "sharded loss", mine)
-        if any(row[0] for row in rows):
-            raise_failure(comm, failure, [row[0] for row in rows], status)
-        compare_numbers(comm, [row[2] for row in rows], facts)
-        if any(row[1] != rows[0][1] for row in rows):
-            raise diverged(exchange_text(comm, f"{place} ({call_site()})"))
-    if any(row[3:6] != rows[0][3:6] for row in rows):
-        raise unlike_losses([(bool(row[3]), row[4], row[5]) for row in rows])
-    if uneven := sizes.uneven([row[6:] for row in rows]):
-        raise uneven_rows(uneven)
-
-
-def _mean_row(batch: Any, loss: Loss | None, rows: Rows) -> list[int]:
-    """What losses with a common mean have in common, and the sizes of the batch; zeros where there is no plain mean."""
-    if loss is None:
-        return [0] * (3 + NUMBERS)
-    weighted = loss.count is not None
-    return [int(weighted), *fingerprint(loss.aux), *([0] * NUMBERS if weighted else rows.numbers(batch))]
 
 
 def _written(what: list[str]) -> UnitError:

@@ -119,7 +119,7 @@ def test_a_program_that_a_run_has_found(name: str) -> None:
 
 def test_a_step_function_of_values_has_no_trace() -> None:
     plan = plan_on(fs.abstract_mesh((2,), ("shard",)))
-    with pytest.raises(PlanError, match="it runs part by part"):
+    with pytest.raises(PlanError, match="runs part by part, since it asks for values"):
         traced("parts", two_passes(plan, by_value), plan, torch.ones(8, WIDTH))
 
 

@@ -6,6 +6,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator
+from traceback import walk_tb
 from types import FrameType
 from typing import Any
 
@@ -131,6 +132,16 @@ def _calls(stack: Iterable[Place]) -> Iterator[str]:
             line = f"{_short(file)}:{number}"
             yield f"{_name(inside)}, {line}" if inside else line
             inside, innermost = [], False
+
+
+def line_of(error: BaseException) -> str:
+    """The innermost line of the user's in the traceback of an error; empty if there is none."""
+    found = ""
+    for frame, number in walk_tb(error.__traceback__):
+        module, file = str(frame.f_globals.get("__name__", "")), frame.f_code.co_filename
+        if not ((module + ".").startswith(OURS) or _of_python(file)):
+            found = f"{_short(file)}:{number}"
+    return found
 
 
 def _of_python(file: str) -> bool:

@@ -127,6 +127,7 @@ class Latest:
         times: when each of them began, and when the last one was over.
         prepared: the program that ran.
         watch: what its ops took, where they were timed.
+        apart: the reason why a step function ran part by part; empty if it did not.
     """
 
     schedule: Schedule | None = None
@@ -134,3 +135,4 @@ class Latest:
     times: Sequence[float] = field(default=(), repr=False)
     prepared: Prepared | None = field(default=None, repr=False)
     watch: Stopwatch | None = field(default=None, repr=False)
+    apart: str = ""
