@@ -309,6 +309,14 @@ def not_elementwise(name: str, reason: str) -> PlanError:
     )
 
 
+def not_kept(name: str, reason: str) -> PlanError:
+    """A class of ``torch.optim`` that has state which no train state can hold."""
+    return PlanError(
+        f"fs.optim.from_torch({name}): its step is no function of what it keeps for each parameter: {reason}. Keep "
+        f"counts and buffers in self.state[param], from the first update on"
+    )
+
+
 def missing_extra(what: str, library: str, extra: str) -> ImportError:
     """An optional library that is not installed."""
     return ImportError(f'{what} needs {library}, which is not installed: pip install "fshard[{extra}]"')
