@@ -6,10 +6,10 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
-import optree
 import torch
 from torch import Tensor
 
+from fshard import tree
 from fshard.optim.form import Form
 
 SHAPES = ((24,), (4, 6), (2, 3, 4), (2, 3, 2, 2), ())
@@ -102,19 +102,30 @@ def find(make: Make) -> Found:
     first, wider, narrow = seen[torch.float32], seen[torch.float64], seen[torch.bfloat16]
     if isinstance(first, Exception):
         raise first
-    counts = [row.get("step") for row in first]
-    counted = all(_number(value) == updates for updates, value in enumerate(counts, start=1))
+    counted = _counted(first)
     start = _start(make)
-    buffers = {}
-    for name in dict.fromkeys(name for row in first for name in row):
-        if name == "step" and counted:
-            continue
-        since = next(updates for updates, row in enumerate(first, start=1) if name in row)
-        if any(name not in row for row in first[since - 1 :]):
-            raise MisfitError(f"its state {name!r} comes and goes from update to update", elementwise=False)
-        last = [None if isinstance(rows, Exception) else rows[-1].get(name) for rows in (first, wider, narrow)]
-        buffers[name] = _buffer(name, last, start.get(name), since)
+    names = [name for name in dict.fromkeys(name for row in first for name in row) if name != "step" or not counted]
+    rows = [[] if isinstance(rows, Exception) else rows[-1:] for rows in (first, wider, narrow)]
+    last = {name: [next(iter(row), {}).get(name) for row in rows] for name in names}
+    buffers = {name: _buffer(name, last[name], start.get(name), _since(name, first)) for name in names}
     return Found(buffers, first[0]["step"] if counted else None)
+
+
+def _counted(history: list[dict[str, Any]]) -> bool:
+    """Whether ``state["step"]`` is the number of updates."""
+    return all(_number(row.get("step")) == updates for updates, row in enumerate(history, start=1))
+
+
+def _since(name: str, history: list[dict[str, Any]]) -> int:
+    """The number of updates after which the state has an entry.
+
+    Raises:
+        MisfitError: it comes and goes.
+    """
+    since = next(updates for updates, row in enumerate(history, start=1) if name in row)
+    if any(name not in row for row in history[since - 1 :]):
+        raise MisfitError(f"its state {name!r} comes and goes from update to update", elementwise=False)
+    return since
 
 
 def _history(make: Make, dtype: torch.dtype) -> list[dict[str, Any]] | Exception:
@@ -169,7 +180,7 @@ def _outside(rule: torch.optim.Optimizer, param: Tensor) -> dict[str, str]:
 
 def _text(value: Any, param: Tensor) -> str:
     """The numbers in a value; the parameter itself and other objects do not count."""
-    plain = [leaf for leaf in optree.tree_leaves(value) if leaf is not param]
+    plain = [leaf for leaf in tree.leaves(value) if leaf is not param]
     return str([x.tolist() if isinstance(x, Tensor) else x for x in plain if isinstance(x, Tensor | int | float | str)])
 
 
