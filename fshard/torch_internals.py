@@ -43,6 +43,8 @@ any_autocast = torch._C._is_any_autocast_enabled
 disable_current_modes = _python_dispatch._disable_current_modes
 function_mode_stack: Callable[[], list[Any]] = overrides._get_current_function_mode_stack
 tracing_state = torch._C._get_tracing_state
+cudnn_deterministic = torch._C._get_cudnn_deterministic
+cudnn_benchmark = torch._C._get_cudnn_benchmark
 
 # Base classes of modules.
 BatchNorm = batchnorm._BatchNorm

@@ -83,7 +83,7 @@ class StepRunner:
 
     def __init__(self, fn: Callable[..., Any], plan: Plan, running: Running, donate: bool) -> None:
         self.fn, self.plan, self.running, self.donate = fn, plan, running, donate
-        self._rows = rows_of(plan.batch, plan.mesh)
+        self._rows = rows_of(plan)
         self.latest = Latest()
         self.choices: dict[Recorded, Choice] = {}
         self._recorded: dict[Hashable, tuple[Recorded | Untraced, Sequence[Plan]]] = {}
@@ -221,11 +221,12 @@ class StepRunner:
     ) -> tuple[Attempt, Verdict]:
         step, control = replay.step, mesh_communicator(self.plan.mesh)
         comms, intent = step.programs[0].comms, Intent(step.digest, lambda: str(step.schedule))
+        rows = self._rows.of(any([each.spec.train for each in step.recorded.passes]), step.recorded.communicates)
         plain = any([each.spec.train and not each.found.weighted for each in step.recorded.passes])
         begin(self.plan.mesh, executor)
         try:
             with together(comms):
-                executor.handshake(lambda: agree(control, CALL, intent, given.batch, plain, None, facts, self._rows))
+                executor.handshake(lambda: agree(control, CALL, intent, given.batch, plain, None, facts, rows))
                 for programs in step.programs:
                     programs.comms.open()
                 for axes in step.recorded.communicates:

@@ -18,6 +18,13 @@ class Code:
 
     module: torch.nn.Module | None = None
 
+    @property
+    def evaluated(self) -> tuple[str, ...]:
+        """The paths of the modules in evaluation mode; ``"all"`` for the whole module."""
+        modes = {} if self.module is None else {name: below.training for name, below in self.module.named_modules()}
+        found = tuple([name for name, training in modes.items() if not training])
+        return ("all",) if found and len(found) == len(modes) else found
+
     def __deepcopy__(self, memo: dict[int, Any]) -> "Code":
         return self
 

@@ -124,10 +124,13 @@ def texts(name: str, value: Any) -> Texts:
     return {part: text(inner) for part, inner in walk(name, value)}
 
 
-def plan_texts(mesh: Mesh, batch: P, precision: Precision, groups: Sequence[Group]) -> tuple[Texts, Texts]:
+def plan_texts(
+    mesh: Mesh, batch: P, precision: Precision, groups: Sequence[Group], evaluated: Sequence[str] = ()
+) -> tuple[Texts, Texts]:
     """A plan as texts: of the whole, and of each leaf and each group; without this rank's position."""
     head = {"mesh": ", ".join(f"{axis}={size}" for axis, size in mesh.shape.items()), "device": mesh.device.type}
     head |= {"batch": repr(batch), **texts("precision", precision)}
+    head |= {"modules in evaluation mode": ", ".join(evaluated)} if evaluated else {}
     leaves = {f"leaf {leaf.path}": _leaf_text(leaf, group.unit) for group in groups for leaf in group.leaves}
     paths = {f"group {group.name}": ", ".join(leaf.path for leaf in group.leaves) for group in groups}
     return head, leaves | paths

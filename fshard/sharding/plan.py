@@ -156,7 +156,7 @@ class Plan:
     @functools.cached_property
     def texts(self) -> tuple[Texts, Texts]:
         """The facts that must be equal on all ranks."""
-        return plan_texts(self.mesh, self.batch, self.precision, self.groups)
+        return plan_texts(self.mesh, self.batch, self.precision, self.groups, self.code.evaluated)
 
     def places(self) -> dict[str, tuple[Group, int]]:
         """The group of each leaf, and the leaf's number in it, by path."""

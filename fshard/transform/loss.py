@@ -46,7 +46,7 @@ class ShardedLoss:
 
     @functools.cached_property
     def _rows(self) -> Rows:
-        return rows_of(self.plan.batch, self.plan.mesh)
+        return rows_of(self.plan).of(False, ())
 
     @functools.cached_property
     def _equal(self) -> Equal:

@@ -12,6 +12,7 @@ from fshard.runtime.comm.call_site import call_site
 from fshard.runtime.comm.facts import Facts, compare_numbers
 from fshard.runtime.steps.consensus import FAILED, OK
 from fshard.runtime.steps.failures import raise_failure
+from fshard.runtime.steps.modes import modes, number_of, with_modes
 from fshard.runtime.steps.rows import Rows, uneven_rows
 
 
@@ -60,14 +61,22 @@ def agree(
         if failure is not None:
             raise failure
         return []
-    mine = [FAILED if failure else OK, intent.number, facts.number, *rows.numbers(None if failure else batch)]
+    found = modes()
+    mine = [
+        FAILED if failure else OK,
+        intent.number,
+        facts.number ^ number_of(found),
+        *rows.numbers(None if failure else batch),
+    ]
     told = announce(comm, call, mine)
     status, schedules, numbers = zip(*[row[:3] for row in told], strict=True)
     if any(status):
         raise_failure(comm, failure, status)
-    compare_numbers(comm, numbers, facts)
+    compare_numbers(comm, numbers, facts if len(set(numbers)) == 1 else with_modes(facts, found))
     if len(set(schedules)) > 1:
         raise different_schedules(comm, intent)
+    if unlike := rows.unlike([row[3:] for row in told]):
+        raise unlike
     uneven = rows.uneven([row[3:] for row in told])
     if equal_rows and uneven:
         raise uneven_rows(uneven)

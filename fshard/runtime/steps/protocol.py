@@ -71,7 +71,7 @@ class Runner:
         self.programs, self.plan, self.call = programs, programs.plan, call
         self.finder = Finder(fn, programs)
         self.latest = Latest()
-        self.rows = rows_of(self.plan.batch, self.plan.mesh)
+        self.rows = rows_of(self.plan)
         self.parts = self.plan.data_size * programs.accumulate
         self.in_backward = programs.train and programs.policy.update == "in_backward"
         self.divisor = divisor_of(self.plan, self.parts, self.in_backward)
@@ -222,10 +222,11 @@ class Runner:
         prepared, given, comms = ready.prepared, ready.request, self.programs.comms
         intent = Intent(prepared.digest, prepared.text)
         equal_rows = self.programs.train and prepared.weighted is False
+        rows = self.rows.of(self.programs.train and prepared.route is not None, prepared.axes)
         begin(self.plan.mesh, ready.executor)
         with together(comms):
             uneven = ready.executor.handshake(
-                lambda: agree(comms.control, self.call, intent, given.batch, equal_rows, None, ready.facts, self.rows)
+                lambda: agree(comms.control, self.call, intent, given.batch, equal_rows, None, ready.facts, rows)
             )
             comms.open()
             for axes in prepared.axes:
