@@ -67,5 +67,7 @@ def make_mesh(
         return Mesh(resolved, tuple(axis_names), 0, own_device(device), SingleRankTransport())
     mesh = Mesh(resolve_sizes(sizes, axis_names, joined.world), tuple(axis_names), joined.rank, joined.device)
     limit = datetime.timedelta(seconds=timeout)
-    transport = ProcessTransport(mesh, joined.backend, limit, joined.owned, shared_memory)
+    transport = ProcessTransport(
+        mesh, joined.backend, limit, joined.owned, shared_memory, descriptors=joined.descriptors
+    )
     return dataclasses.replace(mesh, transport=transport)

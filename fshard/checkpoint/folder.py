@@ -22,6 +22,7 @@ from fshard.checkpoint.files import file_errors, open_file
 from fshard.checkpoint.manifest import LIMIT, Manifest, parse
 from fshard.checkpoint.problems import SHOWN, damaged, empty, foreign, listed, printable
 from fshard.errors import CheckpointError, DamagedError, lines
+from fshard.forks import own
 
 MANIFEST = "manifest.json"
 STEP = re.compile(r"step-(\d{8,18})")
@@ -80,7 +81,13 @@ class CheckpointFolder:
     def __init__(self, root: str) -> None:
         self.root = root
         self.lock: int | None = None
-        self.run = ""
+        self.run, self.forked = "", ""
+        own(self)
+
+    def disown(self, why: str) -> None:
+        """Close the descriptor of the lock, which the parent holds by one of its own."""
+        self.close()
+        self.forked = why
 
     def begin(self, step: int, overwrite: bool, known: Collection[str] | None = None) -> str:
         """Make the temporary folder of a step and return its path. The first call takes the lock and cleans up.
@@ -88,6 +95,8 @@ class CheckpointFolder:
         ``known`` are the runs that the writer continues: the first call finds which of them the folder's checkpoints
         belong to, and sets ``run``; an empty folder begins a new run. None writes for no run.
         """
+        if self.forked:
+            raise CheckpointError(f"{self.root} cannot be written to: {self.forked}")
         with file_errors("write to", self.root):
             if os.path.exists(self.root) and not os.path.isdir(self.root):
                 raise foreign(self.root, "it is a file")

@@ -13,6 +13,7 @@ import torch
 
 from fshard.arguments import Want, described, expect
 from fshard.errors import PlanError
+from fshard.forks import own
 from fshard.runtime.steps.rates import measured_peak
 from fshard.sharding.mesh import Mesh
 from fshard.sharding.plan import Plan
@@ -46,6 +47,11 @@ class Track:
         self._begun = False
         self._before: float | None = None
         self._end = weakref.finalize(self, _close, self._guards, patience)  # also where nobody calls close
+        own(self)
+
+    def disown(self, why: str) -> None:
+        """Record nothing in a child: files, connections and threads of trackers are the parent's."""
+        self._end.detach()
 
     def __repr__(self) -> str:
         return f"<track of {len(self._guards)} trackers on rank {self.mesh.rank}>"

@@ -20,6 +20,7 @@ LAYERS = (
         "patterns",
         "tracebacks",
         "markup",
+        "forks",
         "threads",
         "torch_internals",
     ),

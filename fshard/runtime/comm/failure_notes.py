@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
+from fshard.forks import own
 from fshard.runtime.comm.bounded import bounded
 from fshard.torch_internals import default_store
 
@@ -35,6 +36,11 @@ class FailureNotes:
 
     def __init__(self) -> None:
         self.silent = False
+        own(self)
+
+    def disown(self, why: str) -> None:
+        """Ask the store no more, whose socket is the parent's."""
+        self.silent = True
 
     def leave(self, key: str, reason: str) -> None:
         """Leave a note, if the store answers."""

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from fshard.errors import PlanError
+from fshard.forks import own
 from fshard.runtime.comm.bounded import bounded
 from fshard.schedule.flight import FORMAT, HEADER, RECORD, SLOTS, TRACE, file_name, schedule_name, stamped
 from fshard.schedule.ops import Op
@@ -80,6 +81,13 @@ class Flight:
         self.kept: Kept | None = None
         self.passing = False
         self.lock = threading.Lock()
+        own(self)
+
+    def disown(self, why: str) -> None:
+        """Keep no record: the files are the parent's."""
+        self.runs.clear()
+        self.name = ""
+        self.mapped, self.kept, self.passing, self.lock = None, None, False, threading.Lock()
 
     @property
     def between(self) -> str:

@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, empty
 
 from fshard.errors import CommError
+from fshard.forks import keep, own
 from fshard.runtime.comm.communicator import Events, Handle, Sizes, chunks
 from fshard.runtime.comm.gloo_threads import hand_over
 from fshard.runtime.comm.pending import naming_errors
@@ -48,6 +49,7 @@ class GlooCommunicator:
         fatal: whether no rank can continue after a failed wait.
         key: names the communicator in failure notes.
         closed: why it can no longer be used.
+        forked: why a child of the process cannot even wait for messages that are under way.
     """
 
     name: str
@@ -59,6 +61,15 @@ class GlooCommunicator:
     key: str = ""
     numbers: Iterator[int] = field(default_factory=count)
     closed: str = ""
+    forked: str = ""
+
+    def __post_init__(self) -> None:
+        own(self)
+
+    def disown(self, why: str) -> None:
+        """Take no more collectives, and wait for none."""
+        keep([self.group])
+        self.closed, self.forked, self.group = why, why, None
 
     def all_gather(self, out: Tensor, shard: Tensor, after: Events = ()) -> Handle:
         """Receive the peers' shards at their places in ``out``."""
@@ -155,7 +166,9 @@ class GlooCommunicator:
             raise CommError(f"{call} on {self.name} failed: it is closed: {self.closed}")
 
     def explaining(self) -> AbstractContextManager[None]:
-        """Errors inside quote what each rank was calling."""
+        """Errors of a wait inside quote what each rank was calling."""
+        if self.forked:
+            raise CommError(f"waiting on {self.name} failed: {self.forked}")
         return self.watchdog.explaining(self.ranks, self.fatal)
 
     def reason(self, peer: int) -> str:

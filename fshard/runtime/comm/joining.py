@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from fshard.errors import PlanError
 from fshard.runtime.comm.bounded import bounded
+from fshard.runtime.comm.descriptors import Descriptors
 from fshard.runtime.comm.devices import Place, agree_on_places, choose_device, device_of_group, place_of, with_nccl
 from fshard.runtime.comm.launchers import as_torchrun
 from fshard.runtime.comm.pending import naming_errors
@@ -37,6 +38,7 @@ class Joined:
         device: the device that it works on, the current one if it is a CUDA device.
         backend: of its communicators.
         owned: whether the process group was made here.
+        descriptors: the sockets that were opened for it.
     """
 
     rank: int
@@ -44,6 +46,7 @@ class Joined:
     device: torch.device
     backend: str
     owned: bool
+    descriptors: Descriptors
 
 
 def join(timeout: float, given: str | torch.device | None, check: Check) -> Joined | None:
@@ -68,12 +71,13 @@ def join(timeout: float, given: str | torch.device | None, check: Check) -> Join
         return None
     limit = datetime.timedelta(seconds=timeout)
     visible, local = torch.cuda.device_count() if torch.cuda.is_available() else 0, int(os.environ.get("LOCAL_RANK", 0))
-    with naming_errors("joining the process group"):
+    descriptors = Descriptors()
+    with naming_errors("joining the process group"), descriptors.opening():
         store, rank, world = _in_time(lambda: _rendezvous(limit), timeout)
         device = _agreed(store, rank, world, timeout, lambda: choose_device(given, visible, local), check)
         backend = "nccl" if device.type == "cuda" else "gloo"
         _in_time(lambda: _init(backend, store, rank, world, device, limit), timeout)
-    return Joined(rank, world, device, backend, True)
+    return Joined(rank, world, device, backend, True, descriptors)
 
 
 def _of_group(timeout: float, given: str | torch.device | None, check: Check) -> Joined:
@@ -96,7 +100,8 @@ def _of_group(timeout: float, given: str | torch.device | None, check: Check) ->
         store = default_store()
         with naming_errors("joining the process group"):
             device = _agreed(store, rank, world, timeout, choose, check)
-    return Joined(rank, world, device, "gloo" if device.type == "cpu" and backend == "nccl" else backend, False)
+    chosen = "gloo" if device.type == "cpu" and backend == "nccl" else backend
+    return Joined(rank, world, device, chosen, False, Descriptors())
 
 
 def join_by_file(path: str, rank: int, world: int, timeout: float = JOINING) -> None:

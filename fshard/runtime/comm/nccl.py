@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fshard.errors import CommError
+from fshard.forks import keep, own
 from fshard.runtime.comm.communicator import Events, Handle, Sizes
 from fshard.runtime.comm.pending import Pending, all_gather, naming_errors, reduce_scatter
 from fshard.runtime.comm.row_sums import sum_rows
@@ -33,6 +34,13 @@ class NcclCommunicator:
     stream: Stream
     key: str = ""
     closed: str = ""
+
+    def __post_init__(self) -> None:
+        own(self)
+
+    def disown(self, why: str) -> None:
+        """Take no more collectives."""
+        keep([self.close(why)])
 
     def all_gather(self, out: Tensor, shard: Tensor, after: Events = ()) -> Handle:
         """NCCL all-gather on this communicator's stream."""

@@ -48,7 +48,7 @@ class PartTransport(ProcessTransport):
                 return super()._group(ranks, backend, use_local_synchronization=True)
         name, c10d = f"{self._begin}/{number}", cast(Any, dist)  # neither stores nor backends are exported
         store = c10d.PrefixStore(name, default_store())
-        with without_interrupting():
+        with without_interrupting(), self.descriptors.opening():
             group = c10d.ProcessGroupGloo(store, list(ranks).index(self.mesh.rank), len(ranks), self.timeout)
         self._names[group] = name
         return group

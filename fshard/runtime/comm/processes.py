@@ -10,10 +10,12 @@ import torch
 import torch.distributed as dist
 
 from fshard.errors import CommError, ScheduleError
+from fshard.forks import keep, own
 from fshard.runtime.comm.bounded import bounded, bounded_together
 from fshard.runtime.comm.calls import announce
 from fshard.runtime.comm.communicator import Communicator, SingleRank
 from fshard.runtime.comm.cuts import Cuts
+from fshard.runtime.comm.descriptors import Descriptors
 from fshard.runtime.comm.exchange import exchange, exchange_text
 from fshard.runtime.comm.flight import Flight
 from fshard.runtime.comm.gloo import GlooCommunicator
@@ -27,6 +29,7 @@ from fshard.runtime.comm.streams import make_stream
 from fshard.runtime.comm.watchdog import Watchdog
 from fshard.schedule.transfers import COLLECTIVES
 from fshard.sharding.mesh import Axes, Mesh
+from fshard.torch_internals import default_group
 
 T = TypeVar("T")
 GRACE = 1.5
@@ -51,6 +54,7 @@ class ProcessTransport:
         owned: whether ``close`` destroys the default process group.
         shared_memory: whether ranks of one host use shared memory in place of gloo.
         flight: the record of this rank; a new one by default.
+        descriptors: sockets that are this process's alone; none so far by default.
     """
 
     def __init__(
@@ -61,6 +65,7 @@ class ProcessTransport:
         owned: bool,
         shared_memory: bool = True,
         flight: Flight | None = None,
+        descriptors: Descriptors | None = None,
     ) -> None:
         self.mesh, self.backend, self.timeout, self.owned = mesh, backend, timeout, owned
         self.shared_memory = shared_memory
@@ -70,8 +75,15 @@ class ProcessTransport:
         self.hosts, self.groups = list[str](), list[Any]()
         self.lost = ""
         self.flight = flight or Flight(mesh.rank, mesh.size)
+        self.descriptors, self.forked = descriptors or Descriptors(), False
         self.watchdog = Watchdog(mesh.members[mesh.rank], timeout.total_seconds(), self.abort_all, flight=self.flight)
         self.cuts = Cuts(self.watchdog, mesh.members[mesh.rank], self._waiting, self._heard)
+        own(self)
+
+    def disown(self, why: str) -> None:
+        """Make no communicators, and leave without a word. What exists is kept: threads that end it are gone."""
+        self.lost, self.forked = why, True
+        keep([*self.groups, *([default_group()] if dist.is_initialized() else [])])
 
     @property
     def asynchronous(self) -> bool:
@@ -103,7 +115,7 @@ class ProcessTransport:
         error by that: each rank ends its own wait when it learns of the failure by the exchange of statuses, or, where
         its program does not come so far, by a note.
         """
-        gone = [key for key in self.comms if key[0] == role]
+        gone = [] if self.forked else [key for key in self.comms if key[0] == role]
         self._drop([self.comms.pop(key) for key in gone], reason)
 
     def _waiting(self) -> dict[str, list[NcclCommunicator]]:
@@ -123,6 +135,8 @@ class ProcessTransport:
 
     def abort_all(self, reason: str) -> str:
         """Close all communicators for good, so that no peer waits for this rank, and leave this rank's record."""
+        if self.forked:
+            return ""
         self.lost = self.lost or reason
         self._drop([*self.comms.values(), self.base], reason)
         for part in self.parts:
@@ -131,6 +145,8 @@ class ProcessTransport:
 
     def close(self, reason: str = "") -> None:
         """Close all communicators and destroy their groups, and the default group if ``make_mesh`` made it."""
+        if self.forked:
+            return
         for part in self.parts:
             part.close(reason)
         self.watchdog.close()
@@ -232,7 +248,7 @@ class ProcessTransport:
         options |= {"timeout": self.timeout, "backend": backend}
         if backend == "nccl":
             options["device_id"] = self.mesh.device
-        with without_interrupting():
+        with without_interrupting(), self.descriptors.opening():
             group = dist.new_group([self.mesh.members[rank] for rank in ranks], **options)
         if self.mesh.rank not in ranks:
             return None

@@ -17,6 +17,7 @@ from threading import get_ident
 import torch
 from torch import Tensor
 
+from fshard.forks import own
 from fshard.runtime.comm.links import Link, close_files, make_memory, map_memory
 from fshard.runtime.comm.watchdog import Watchdog
 
@@ -79,6 +80,12 @@ class SharedMemory:
         self.watchdog, self.timeout = watchdog, watchdog.timeout
         self.own: list[OwnMemory] = []
         self.closed = ""
+        own(self)
+
+    def disown(self, why: str) -> None:
+        """Close this process's descriptors. The parent's stay open, and peers get no message."""
+        self.closed = why
+        self.close()
 
     def publish(self, number: int, call: bytes, parts: Mapping[int, Tensor]) -> None:
         """Let each peer read its part of a collective.
@@ -103,19 +110,19 @@ class SharedMemory:
         distinct = {id(part): part for part in parts.values()}
         ends = list(accumulate(-(-part.nbytes // LINE) * LINE for part in distinct.values()))
         slot = self._memory(ends[-1])
-        own = self.own[slot]
+        memory = self.own[slot]
         spans = {}
         for (key, part), begin in zip(distinct.items(), (0, *ends), strict=False):
             spans[key] = begin, begin + part.nbytes
-            own.data[slice(*spans[key])].view(part.dtype).copy_(part)
-        own.readers = len(parts)
+            memory.data[slice(*spans[key])].view(part.dtype).copy_(part)
+        memory.readers = len(parts)
         for at, part in parts.items():
-            files = [] if at in own.known else [own.file]
+            files = [] if at in memory.known else [memory.file]
             self._send(at, HEAD.pack(READY, call, number, slot, *spans[id(part)]), files)
-            own.known.add(at)
-        if own.file >= 0 and len(own.known) == len(self.peers):
-            os.close(own.file)
-            own.file = -1
+            memory.known.add(at)
+        if memory.file >= 0 and len(memory.known) == len(self.peers):
+            os.close(memory.file)
+            memory.file = -1
 
     @contextmanager
     def part(self, at: int, number: int, call: bytes, like: Tensor) -> Iterator[Tensor]:
@@ -160,9 +167,9 @@ class SharedMemory:
                     peer.link.send(text)
             peer.link.close()
         self.closed = self.closed or reason or "the mesh was closed"
-        for own in self.own:
-            if own.file >= 0:
-                os.close(own.file)
+        for memory in self.own:
+            if memory.file >= 0:
+                os.close(memory.file)
         self.own.clear()
 
     def _check_open(self) -> None:
@@ -171,7 +178,7 @@ class SharedMemory:
 
     def _memory(self, size: int) -> int:
         """The number of memory without readers."""
-        fits = [slot for slot, own in enumerate(self.own) if not own.readers and own.data.nbytes >= size]
+        fits = [slot for slot, one in enumerate(self.own) if not one.readers and one.data.nbytes >= size]
         if fits:
             return min(fits, key=lambda slot: self.own[slot].data.nbytes)
         self.own.append(OwnMemory(*make_memory(-(-size // PAGE) * PAGE)))

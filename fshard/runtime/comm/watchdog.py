@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from typing import TextIO
 
 from fshard.errors import CommError, lines
+from fshard.forks import own
 from fshard.runtime.comm.call_site import op_of, place
 from fshard.runtime.comm.failure_notes import GATHERING, MOST, FailureNotes
 from fshard.runtime.comm.flight import Flight, Stamp
@@ -111,6 +112,12 @@ class Watchdog:
         self.closed = threading.Event()
         self.early = min(LONG, timeout / 2)
         self.thread: threading.Thread | None = None
+        own(self)
+
+    def disown(self, why: str) -> None:
+        """Watch nothing: the thread is the parent's, and so may be the lock of the event."""
+        self.closed = threading.Event()
+        self.closed.set()
 
     @property
     def tick(self) -> float:

@@ -1,0 +1,53 @@
+"""Sockets that PyTorch opens for this process alone."""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+
+from fshard.forks import own
+
+FOLDER = "/proc/self/fd"
+
+
+class Descriptors:
+    """The sockets that were opened inside of ``opening``: other programs do not inherit them, and children close them.
+
+    PyTorch's own are inherited by every program that this process starts, such as a shell. Their peers see that this
+    process has died only when the last of these has ended.
+    """
+
+    def __init__(self) -> None:
+        self.sockets: set[tuple[int, str]] = set()
+        own(self)
+
+    @contextmanager
+    def opening(self) -> Iterator[None]:
+        """Inside, PyTorch opens sockets."""
+        before = _sockets()
+        try:
+            yield
+        finally:
+            opened = _sockets() - before
+            self.sockets |= opened
+            for number, _ in opened:
+                with suppress(OSError):
+                    os.set_inheritable(number, False)
+
+    def disown(self, why: str) -> None:
+        """Close those that are still open."""
+        for number, _ in self.sockets & _sockets():
+            with suppress(OSError):
+                os.close(number)
+        self.sockets.clear()
+
+
+def _sockets() -> set[tuple[int, str]]:
+    """The open sockets of this process, each with its identity; none where the system does not tell."""
+    found = set()
+    with suppress(OSError):
+        for name in os.listdir(FOLDER):
+            with suppress(OSError):  # the descriptor of the listing itself
+                target = os.readlink(f"{FOLDER}/{name}")
+                if target.startswith("socket:"):
+                    found.add((int(name), target))
+    return found
