@@ -14,10 +14,15 @@ class Descriptors:
 
     PyTorch's own are inherited by every program that this process starts, such as a shell. Their peers see that this
     process has died only when the last of these has ended.
+
+    Attributes:
+        sockets: their numbers and identities.
+        forked: whether this process is a child of the one that opened them.
     """
 
     def __init__(self) -> None:
         self.sockets: set[tuple[int, str]] = set()
+        self.forked = False
         own(self)
 
     @contextmanager
@@ -39,6 +44,7 @@ class Descriptors:
             with suppress(OSError):
                 os.close(number)
         self.sockets.clear()
+        self.forked = True
 
 
 def _sockets() -> set[tuple[int, str]]:

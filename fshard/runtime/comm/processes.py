@@ -75,14 +75,14 @@ class ProcessTransport:
         self.hosts, self.groups = list[str](), list[Any]()
         self.lost = ""
         self.flight = flight or Flight(mesh.rank, mesh.size)
-        self.descriptors, self.forked = descriptors or Descriptors(), False
+        self.descriptors = descriptors or Descriptors()
         self.watchdog = Watchdog(mesh.members[mesh.rank], timeout.total_seconds(), self.abort_all, flight=self.flight)
         self.cuts = Cuts(self.watchdog, mesh.members[mesh.rank], self._waiting, self._heard)
         own(self)
 
     def disown(self, why: str) -> None:
         """Make no communicators, and leave without a word. What exists is kept: threads that end it are gone."""
-        self.lost, self.forked = why, True
+        self.lost = why
         keep([*self.groups, *([default_group()] if dist.is_initialized() else [])])
 
     @property
@@ -115,7 +115,7 @@ class ProcessTransport:
         error by that: each rank ends its own wait when it learns of the failure by the exchange of statuses, or, where
         its program does not come so far, by a note.
         """
-        gone = [] if self.forked else [key for key in self.comms if key[0] == role]
+        gone = [] if self.descriptors.forked else [key for key in self.comms if key[0] == role]
         self._drop([self.comms.pop(key) for key in gone], reason)
 
     def _waiting(self) -> dict[str, list[NcclCommunicator]]:
@@ -135,7 +135,7 @@ class ProcessTransport:
 
     def abort_all(self, reason: str) -> str:
         """Close all communicators for good, so that no peer waits for this rank, and leave this rank's record."""
-        if self.forked:
+        if self.descriptors.forked:
             return ""
         self.lost = self.lost or reason
         self._drop([*self.comms.values(), self.base], reason)
@@ -145,7 +145,7 @@ class ProcessTransport:
 
     def close(self, reason: str = "") -> None:
         """Close all communicators and destroy their groups, and the default group if ``make_mesh`` made it."""
-        if self.forked:
+        if self.descriptors.forked:
             return
         for part in self.parts:
             part.close(reason)
