@@ -36,6 +36,9 @@ def write_whole(path: str | os.PathLike[str], text: str) -> None:
     found = target(path)
     unfinished = found.with_name(f"{found.name}.{os.getpid()}.tmp")
     try:
+        with contextlib.suppress(FileNotFoundError):  # a link there would lead the text elsewhere
+            unfinished.unlink()
+        unfinished.touch(exist_ok=False)
         unfinished.write_text(text, encoding="utf-8")
         unfinished.replace(found)
     except OSError as error:

@@ -12,7 +12,6 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from fshard.checkpoint.files import file_errors
 from fshard.checkpoint.folder import CheckpointFolder, discard, sync
 from fshard.checkpoint.manifest import Manifest
 from fshard.checkpoint.ranges import Slice
@@ -21,6 +20,7 @@ from fshard.checkpoint.save import complete
 from fshard.checkpoint.tensorfile import write_header
 from fshard.checkpoint.write import equal_range, packed, raw, synced, write_files
 from fshard.errors import CheckpointError
+from fshard.reading.files import file_errors
 from fshard.sharding.layout import Piece
 
 

@@ -18,11 +18,12 @@ import time
 from collections.abc import Callable, Collection
 from contextlib import suppress
 
-from fshard.checkpoint.files import file_errors, open_file
 from fshard.checkpoint.manifest import LIMIT, Manifest, parse
-from fshard.checkpoint.problems import SHOWN, damaged, empty, foreign, listed, printable
+from fshard.checkpoint.problems import empty, foreign
 from fshard.errors import CheckpointError, DamagedError, lines
 from fshard.forks import own
+from fshard.reading.files import file_errors, open_file
+from fshard.reading.problems import SHOWN, damaged, listed, printable
 
 MANIFEST = "manifest.json"
 STEP = re.compile(r"step-(\d{8,18})")

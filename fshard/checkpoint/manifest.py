@@ -14,10 +14,11 @@ from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Any
 
-from fshard.checkpoint.problems import damaged, foreign
-from fshard.checkpoint.strict_json import check_bounds, parse_json
+from fshard.checkpoint.problems import foreign
 from fshard.checkpoint.tensorfile import DTYPES, NAMES, TensorMeta, is_count, is_shape
 from fshard.errors import MOST, CheckpointError
+from fshard.reading.problems import damaged
+from fshard.reading.strict_json import check_bounds, parse_json
 from fshard.sharding.layout import Piece
 
 FORMAT = "fshard-checkpoint"
@@ -30,6 +31,8 @@ LARGEST_CHUNK = 16 * CHUNK
 """The largest chunk that is read, since a thread allocates memory for it."""
 LIMIT = 1 << 30
 """Bytes of a manifest, at most."""
+AXES = 64
+"""Axes of a mesh, at most."""
 RUN = re.compile(r"[0-9a-f]{16}")
 SHA256 = re.compile(r"[0-9a-f]{64}")
 FILE_NAME = re.compile(r"[a-z0-9][a-z0-9_-]{0,80}\.safetensors")
@@ -191,7 +194,7 @@ def parse(path: str, text: bytes) -> Manifest:
 KEYS: dict[str, Callable[[Any], bool]] = {
     "step": is_count,
     "scalars": lambda value: isinstance(value, dict) and not any(isinstance(v, dict | list) for v in value.values()),
-    "mesh": lambda value: isinstance(value, dict) and all(map(is_count, value.values())),
+    "mesh": lambda value: isinstance(value, dict) and len(value) <= AXES and all(map(is_count, value.values())),
     "data": lambda value: True,
     "metadata": lambda value: True,
     "schedule": lambda value: value is None or isinstance(value, str),

@@ -7,10 +7,9 @@ from dataclasses import dataclass
 
 import torch
 
-from fshard.checkpoint.files import file_errors
 from fshard.checkpoint.folder import read_manifest, step_folder
 from fshard.checkpoint.manifest import Manifest, TensorInfo
-from fshard.checkpoint.problems import damaged, listed, other_folder
+from fshard.checkpoint.problems import other_folder
 from fshard.checkpoint.ranges import Slice
 from fshard.checkpoint.read import read_into
 from fshard.checkpoint.states import one_mesh, whole_entries
@@ -18,6 +17,8 @@ from fshard.checkpoint.tensorfile import NAMES
 from fshard.errors import CheckpointError, PlanError, ShardError, TreeError, lines
 from fshard.optim.base import Optimizer
 from fshard.patterns import bad_regex, first_matches, idle
+from fshard.reading.files import file_errors
+from fshard.reading.problems import damaged, listed
 from fshard.runtime.comm import Communicator, all_ranks_or_raise, each_rank_or_raise
 from fshard.sharding.mesh import Mesh
 from fshard.sharding.plan import Plan

@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 
-from fshard.checkpoint.files import file_errors
 from fshard.checkpoint.folder import CheckpointFolder, discard
 from fshard.checkpoint.manifest import Extent, Manifest, TensorInfo, inconsistent, read_extent, read_file
 from fshard.checkpoint.ranges import Slice
@@ -15,6 +14,7 @@ from fshard.checkpoint.states import all_entries, all_scalars, one_mesh, step_of
 from fshard.checkpoint.write import packed, write_files
 from fshard.data.loader import without_position
 from fshard.errors import CheckpointError, CommError, lines
+from fshard.reading.files import file_errors
 from fshard.runtime.comm import Communicator, Facts, all_ranks_or_raise, first_rank_or_raise
 from fshard.state.equal import Equal
 from fshard.state.train_state import TrainState

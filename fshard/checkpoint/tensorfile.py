@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from fshard.checkpoint.files import File
-from fshard.checkpoint.strict_json import parse_json
+from fshard.reading.files import File
+from fshard.reading.strict_json import parse_json
 from fshard.sharding.spec import Shape
 
 NAMES = {

@@ -3,7 +3,6 @@
 import difflib
 import functools
 import inspect
-import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from fshard.foresight.jobs import Job
 from fshard.model.meta import empty_weights
 from fshard.model.precision import Precision
 from fshard.model.split import split
+from fshard.reading.texts import read_json
 
 HEADS = (
     "AutoModelForCausalLM",
@@ -86,10 +86,7 @@ def _check(**numbers: int | None) -> None:
 
 def _values(path: str) -> tuple[Path, dict[str, Any]]:
     file = Path(path) / "config.json" if Path(path).is_dir() else Path(path)
-    try:
-        found = json.loads(file.read_text())
-    except (OSError, ValueError) as error:
-        raise PlanError(f"{file} cannot be read as a configuration: {error}") from error
+    found = read_json(file)
     if not isinstance(found, dict) or not isinstance(found.get("model_type"), str):
         raise PlanError(f"{file} has no model_type, so it is no configuration of Hugging Face")
     return file, found
@@ -106,7 +103,7 @@ def _config(file: Path, values: dict[str, Any], transformers: Any) -> Any:
             f"that does, or write a FILE.py:make that makes the model"
         )
     try:
-        config = known[kind].from_json_file(file)
+        config = known[kind].from_dict(values)
         for each in (config, config.get_text_config()):
             each.use_cache = False
     except Exception as error:  # each class has checks of its own

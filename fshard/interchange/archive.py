@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fshard.checkpoint.files import File
 from fshard.checkpoint.tensorfile import DIMS, is_count
 from fshard.interchange.pickles import PERSISTENT, CallRecord, GlobalName, read_pickle
+from fshard.reading.files import File
 from fshard.sharding.spec import Shape
 
 SMALL = 1 << 17

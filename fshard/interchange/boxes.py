@@ -6,8 +6,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from fshard.checkpoint.files import File
 from fshard.checkpoint.write import raw
+from fshard.reading.files import File
 
 SLAB = 4 << 20
 """Bytes of a file that are read at a time if only parts of rows are needed."""

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from fshard import tree
 from fshard.checkpoint.convert import load_tensor
-from fshard.checkpoint.files import file_errors
 from fshard.checkpoint.manifest import Manifest
 from fshard.checkpoint.tensorfile import TensorMeta
 from fshard.checkpoint.write import new_file
@@ -25,6 +24,7 @@ from fshard.interchange.source import PrefixSource
 from fshard.interchange.torch_formats import dump_metadata
 from fshard.optim import adamw, sgd
 from fshard.optim.base import Optimizer
+from fshard.reading.files import file_errors
 from fshard.sharding.mesh import Mesh
 from fshard.sharding.plan import Plan, make_plan
 from fshard.sharding.rules import Rule

@@ -12,8 +12,6 @@ from pathlib import Path
 from torch import Tensor
 
 from fshard.arguments import expect
-from fshard.checkpoint.files import File, open_file
-from fshard.checkpoint.problems import printable, unusable
 from fshard.checkpoint.ranges import Block, cut_box, overlap
 from fshard.checkpoint.tensorfile import TensorMeta
 from fshard.errors import DamagedError, TreeError
@@ -25,6 +23,8 @@ from fshard.interchange.rename import RenameLike
 from fshard.interchange.source import MemorySource, PrefixSource, TensorSource
 from fshard.optim.base import Optimizer
 from fshard.played.everywhere import called_on_each_rank
+from fshard.reading.files import File, open_file
+from fshard.reading.problems import printable, unusable
 from fshard.sharding.plan import Plan
 from fshard.sharding.spec import Shape
 from fshard.state.init import Inits

@@ -17,7 +17,6 @@ from torch import Tensor
 
 from fshard import tree
 from fshard.arguments import expect
-from fshard.checkpoint.files import file_errors
 from fshard.checkpoint.ranges import Block, blocks
 from fshard.checkpoint.tensorfile import TensorMeta
 from fshard.checkpoint.write import new_file, synced
@@ -31,6 +30,7 @@ from fshard.interchange.state_dicts import counts, param_groups
 from fshard.interchange.torch_formats import dump_metadata
 from fshard.optim.base import Optimizer
 from fshard.played.everywhere import called_on_each_rank
+from fshard.reading.files import file_errors
 from fshard.runtime.comm import (
     all_ranks_or_raise,
     collective_call,

@@ -15,13 +15,13 @@ from typing import Any
 
 import torch
 
-from fshard.checkpoint.files import File, folder_at, is_plain_name, plain_file
-from fshard.checkpoint.problems import printable, unusable
 from fshard.checkpoint.ranges import Block
 from fshard.checkpoint.tensorfile import DIMS, TensorMeta, is_count, is_shape
 from fshard.errors import MOST, CheckpointError, DamagedError, lines
 from fshard.interchange.archive import DTYPES
 from fshard.interchange.pickles import CallRecord, GlobalName, UnknownNameError, read_pickle
+from fshard.reading.files import File, folder_at, is_plain_name, plain_file
+from fshard.reading.problems import printable, unusable
 from fshard.sharding.spec import Shape
 
 FILE = ".metadata"

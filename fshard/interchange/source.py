@@ -11,13 +11,13 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from fshard.checkpoint.problems import printable
 from fshard.checkpoint.ranges import blocks
 from fshard.checkpoint.tensorfile import TensorMeta
 from fshard.errors import TreeError, lines
 from fshard.interchange.rename import RenameLike, apply_rules
 from fshard.model.philox import fold
 from fshard.optim.base import Optimizer
+from fshard.reading.problems import printable
 from fshard.sharding.layout import Piece
 from fshard.sharding.plan import Plan
 from fshard.sharding.spec import Shape

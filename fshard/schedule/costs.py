@@ -10,11 +10,11 @@ import math
 import os
 from collections.abc import Container, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 from fshard.arguments import expect
 from fshard.errors import PlanError
+from fshard.reading.texts import read_json
 from fshard.schedule import refusals
 from fshard.schedule.link import Link
 from fshard.schedule.ops import STEP_KINDS, op_kinds
@@ -253,7 +253,7 @@ def read_costs(path: str | os.PathLike[str]) -> Costs:
     1000000000.0
     """
     try:
-        found = json.loads(Path(path).read_text())
+        found = read_json(path)
         if not isinstance(found, dict) or found.get("format") != FORMAT:
             raise ValueError(f"its format is not {FORMAT!r}")
         links = {name: _link(values) for name, values in found["links"].items()}
@@ -263,7 +263,7 @@ def read_costs(path: str | os.PathLike[str]) -> Costs:
         numbers = float(found["host"]), float(found["processors"])
         more = int(found.get("ranks", 0)), float(found.get("updates_by_bytes", 0.0))
         return Costs(seconds, link, reduces, axes, *numbers, found["machine"], *more, copies)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
         if isinstance(error, PlanError):
             raise
         raise PlanError(

@@ -4,7 +4,6 @@ A rank's file has a header, which is a line of JSON, and a ring of records: seco
 of the op, and the number of the schedule, whose text lies in a file beside it. What is damaged or missing is told of.
 """
 
-import json
 import math
 import re
 import struct
@@ -13,6 +12,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from fshard.errors import PlanError, ShardError
+from fshard.reading.problems import printable
+from fshard.reading.strict_json import parse_json
+from fshard.reading.texts import read_bytes, read_text
 from fshard.schedule.ops import COMPUTE_KINDS, STEP_KINDS, Op
 from fshard.schedule.schedule import Schedule, parse
 from fshard.schedule.transfers import awaited
@@ -20,6 +22,9 @@ from fshard.schedule.transfers import awaited
 FORMAT = "fshard flight 1"
 RECORD = struct.Struct("<dIiQ")
 HEADER, SLOTS = 4096, 8192
+RANKS, SCHEDULES, TEXT = 1 << 20, 64, 4 << 20
+"""The most ranks of a job, schedules of a record, and bytes of a schedule's text."""
+
 NEAR = 1.0
 """Seconds in which ranks that wait for the same ones give up."""
 
@@ -111,14 +116,14 @@ class Record:
         if entry.op == OVER:
             return f"between steps, after run {entry.run}"
         schedule = self.schedules.get(entry.schedule)
-        if schedule is None or entry.op >= len(schedule):
+        if schedule is None or not 0 <= entry.op < len(schedule):
             return f"op {entry.op} of run {entry.run}"
-        return f"op {entry.op} of {len(schedule)}, '{schedule[entry.op]}', of run {entry.run}"
+        return f"op {entry.op} of {len(schedule)}, '{printable(str(schedule[entry.op]))}', of run {entry.run}"
 
     def waits(self, entry: Entry) -> bool:
         """Whether the op of an entry waits for other ranks."""
         schedule = self.schedules.get(entry.schedule)
-        if entry.op == OVER or schedule is None or entry.op >= len(schedule):
+        if entry.op == OVER or schedule is None or not 0 <= entry.op < len(schedule):
             return False
         kind = schedule[entry.op].kind
         return awaited(kind) is not None or kind in STEP_KINDS
@@ -142,29 +147,31 @@ def read_records(folder: Path) -> list[Record]:
 def _record(path: Path) -> Iterator[Record]:
     """The record of a file, without entries if it cannot be read; none if the file is not of a rank."""
     name = NAME.fullmatch(path.name)
-    if name is None or not path.is_file():
+    if name is None:
         return
-    content = path.read_bytes()
     try:
-        head = json.loads(content[:HEADER])
+        content = read_bytes(path)
+        head = parse_json(content[:HEADER])
         rank, ranks, clock = int(head["rank"]), int(head["ranks"]), float(head["clock"])
         reason, written = str(head.get("reason", "")), float(head.get("written", 0.0))
         lost = bool(head.get("lost"))
-    except (ValueError, KeyError, TypeError):
-        damaged = f"{path.name}, {len(content)} bytes, cannot be read: it is damaged, or being made"
+        if not 0 <= rank < ranks <= RANKS:
+            raise ValueError(f"rank {rank} of {ranks}")
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError):
+        damaged = f"{path.name} cannot be read: it is damaged, or being made"
         yield Record(int(name[1]), 0, (), {}, damage=damaged)
         return
     beyond = max(len(content) - HEADER, 0) % RECORD.size
     damage = [f"{path.name} is cut off within its last entry"] if beyond or len(content) < HEADER else []
     body = content[HEADER : len(content) - beyond]
-    rows = [row for row in RECORD.iter_unpack(body) if row[0] > 0]
+    rows = [row for row in RECORD.iter_unpack(body) if 0 < row[0] < math.inf]
     entries = [Entry(seconds + clock, run, op, number) for seconds, run, op, number in sorted(rows)]
     schedules = {}
-    for number in {entry.schedule for entry in entries}:
+    for number in sorted({entry.schedule for entry in entries})[:SCHEDULES]:
         text = path.parent / schedule_name(rank, number)
         try:
-            schedules[number] = parse(text.read_text())
-        except (OSError, ShardError, ValueError):
+            schedules[number] = parse(read_text(text, TEXT))
+        except (ShardError, ValueError):
             damage.append(f"{text.name} cannot be read: its ops are told by number")
     yield Record(rank, ranks, entries, schedules, reason, written and written + clock, lost, "; ".join(damage))
 
@@ -218,7 +225,7 @@ def _rows(records: Sequence[Record], known: Mapping[int, Record], first: float) 
         since = f", for {age:.1f} s when {when}" if age > 0.05 else ""
         since += ", and went on then" if record.entries[-1].time > first else ""
         yield f"  rank {record.rank} is {'' if entry.op == OVER else 'at '}{record.words(entry)}{since}"
-        yield from (f"    {line}" for line in record.reason.splitlines()[:1])
+        yield from (f"    {printable(line)}" for line in record.reason.splitlines()[:1])
 
 
 def first_lost(records: Sequence[Record]) -> float:

@@ -6,11 +6,11 @@ several, and a lone ``#`` begins a comment. Names that hold spaces or quotes are
 holds everything, so its hash is the schedule's identity.
 """
 
-import json
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from fshard.arguments import size_text
+from fshard.reading.strict_json import parse_json
 from fshard.schedule import refusals
 from fshard.schedule.ops import LOCAL, STEP_KINDS, GroupInfo, Op, Program, microbatch_kinds, op_kinds
 from fshard.schedule.policy import Keep, Policy, Secondary, keep, secondary
@@ -203,15 +203,16 @@ def _read_reshard(text: str) -> bool | Keep | Secondary:
         return text == "true"
     if text.startswith("secondary(") and text.endswith(")"):
         try:
-            return secondary(*json.loads(f"[{text[10:-1]}]"))
+            return secondary(*parse_json(f"[{text[10:-1]}]".encode(errors="surrogatepass")))
         except (ValueError, TypeError):
             raise ValueError(f"reshard={text}: axes are written in quotes") from None
     if not (text.startswith("keep(") and text.endswith(")")):
         raise ValueError(f"reshard={text} is neither true nor false nor keep(...) nor secondary(...)")
     patterns, _, last = text[5:-1].rpartition("last=")
     try:
-        units = json.loads(f"[{(patterns if last.isdecimal() else text[5:-1]).removesuffix(',')}]")
-        return keep(*units, last=int(last) if last.isdecimal() else 0)
+        listed = (patterns if last.isdecimal() else text[5:-1]).removesuffix(",")
+        units = parse_json(f"[{listed}]".encode(errors="surrogatepass"))
+        return keep(*units, last=read_number(last) if last.isdecimal() else 0)
     except (ValueError, TypeError):
         raise ValueError(f"reshard={text}: patterns are written in quotes, then last=NUMBER") from None
 

@@ -4,6 +4,8 @@ import json
 import re
 from collections.abc import Iterable, Iterator, Sequence
 
+from fshard.reading.strict_json import parse_json
+
 TOKEN = re.compile(r'"(?:[^"\\]|\\.)*"|\S+')
 PLAIN = re.compile(r'[^\s"#@][^\s"]*')
 WIDTH = 100
@@ -25,7 +27,7 @@ def read_name(token: str) -> str:
         ValueError: it is none.
     """
     if token.startswith('"'):
-        return str(json.loads(token))
+        return str(parse_json(token.encode(errors="surrogatepass")))
     if not PLAIN.fullmatch(token):
         raise ValueError(f"{token!r} is not a name")
     return token
@@ -37,8 +39,8 @@ def read_number(token: str, prefix: str = "") -> int:
     Raises:
         ValueError: it is no such token.
     """
-    if not re.fullmatch(re.escape(prefix) + r"-?[0-9]+", token, re.ASCII):
-        raise ValueError(f"{token!r} is not of the form {prefix}NUMBER")
+    if not re.fullmatch(re.escape(prefix) + r"-?[0-9]{1,30}", token, re.ASCII):
+        raise ValueError(f"{token[:40]!r} is not of the form {prefix}NUMBER, of at most 30 digits")
     return int(token[len(prefix) :])
 
 

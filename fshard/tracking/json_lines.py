@@ -2,9 +2,15 @@
 
 import json
 import os
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TextIO
+
+from fshard.errors import PlanError
+from fshard.reading.strict_json import parse_json
+from fshard.reading.texts import read_text
+from fshard.writing import target, write_whole
 
 
 class JsonLines:
@@ -37,18 +43,16 @@ class JsonLines:
     def begin(self, step: int, config: Mapping[str, Any]) -> None:
         """Open the file. The configuration is not written."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        if self.path.is_file():
-            lines = self.path.read_text().splitlines()
+        if target(self.path).is_file():
+            lines = read_text(self.path, sys.maxsize).splitlines()
             foreign = [number for number, line in enumerate(lines[:-1], 1) if _step(line) is None]
             if foreign:
-                raise ValueError(
+                raise PlanError(
                     f"{self.path} is not a file of records: line {foreign[0]} has no step. Nothing in it was changed; "
                     f"give a path of its own"
                 )
             kept = [line for line in lines if (number := _step(line)) is not None and number < step]
-            beside = self.path.with_name(f"{self.path.name}.new")
-            beside.write_text("".join(f"{line}\n" for line in kept))
-            beside.replace(self.path)
+            write_whole(self.path, "".join(f"{line}\n" for line in kept))
         self._file = self.path.open("a")
 
     def log(self, step: int, scalars: Mapping[str, float]) -> None:
@@ -70,8 +74,8 @@ def read_lines(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
         path: the file.
 
     Raises:
-        OSError: the file cannot be read.
-        ValueError: a line is not JSON, such as the last one of a run that was killed while it wrote.
+        PlanError: the file cannot be read, or a line is not JSON, as the last one of a run that was killed
+            while it wrote.
 
     >>> import tempfile
     >>> with tempfile.NamedTemporaryFile("w") as file:
@@ -80,13 +84,26 @@ def read_lines(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
     ...     read_lines(file.name)
     [{'step': 1, 'loss': 0.5}]
     """
-    return [json.loads(line) for line in Path(path).read_text().splitlines()]
+    records = []
+    for number, line in enumerate(read_text(path, sys.maxsize).splitlines(), 1):
+        try:
+            records.append(_value(line))
+        except ValueError as error:
+            raise PlanError(
+                f"{os.fspath(path)}: line {number} is not JSON ({error}): remove it. Only the last line of a run that "
+                f"was killed can be half written"
+            ) from None
+    return records
+
+
+def _value(line: str) -> Any:
+    return parse_json(line.encode(), infinite=True)
 
 
 def _step(line: str) -> float | None:
     """The step of a record; None for a line that is none, such as half a line."""
     try:
-        step = json.loads(line)["step"]
+        step = _value(line)["step"]
     except (ValueError, KeyError, TypeError, IndexError):
         return None
     return step if isinstance(step, int | float) else None

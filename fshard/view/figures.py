@@ -17,10 +17,10 @@ def empty_figure(call: str, width: float, height: float) -> "Figure":
         ImportError: matplotlib is not installed.
     """
     try:
-        from matplotlib.figure import Figure
+        from fshard.view.picture import Picture
     except ImportError as error:
         raise missing_extra(call, "matplotlib", "view") from error
-    return Figure(figsize=(width, height), layout="constrained", facecolor="white")
+    return Picture(figsize=(width, height), layout="constrained", facecolor="white")
 
 
 def cell_figure(title: str, cells: Sequence[Sequence[tuple[int, ...]]], ranks: int) -> "Figure":

@@ -15,11 +15,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import fshard as fs
-from fshard.checkpoint.files import File
 from fshard.checkpoint.manifest import parse
-from fshard.checkpoint.problems import damaged
 from fshard.checkpoint.tensorfile import read_header
 from fshard.errors import CheckpointError, DamagedError, ShardError
+from fshard.reading.files import File
+from fshard.reading.problems import damaged
 from tests.checkpoint.test_damaged import NAME, OPT, make_plan, save, seal
 
 

@@ -15,13 +15,13 @@ from torch import Tensor
 import fshard as fs
 from fshard import P
 from fshard.checkpoint import ranges
-from fshard.checkpoint.files import open_file
 from fshard.checkpoint.folder import read_manifest, step_folder
 from fshard.checkpoint.manifest import parse
 from fshard.checkpoint.ranges import Slice
 from fshard.checkpoint.read import plan_reads
 from fshard.checkpoint.tensorfile import read_header
 from fshard.checkpoint.write import owned, packed
+from fshard.reading.files import open_file
 from fshard.sharding.layout import Piece
 from fshard.state.entries import entries
 from tests.checkpoint.played import restore_all, save_all, states, taken, values, whole_params

@@ -217,9 +217,9 @@ def test_a_config_of_hugging_face(tmp_path: Path, capsys: pytest.CaptureFixture[
         (["FILE:make", "--link", "fast"], "no link is named 'fast': there are loopback, eth1"),
         (["FILE:make", "--memory", "much"], "'much' is not a number of bytes"),
         (["FILE:make", "--device", "abacus"], "no device is named 'abacus'"),
-        (["FILE:make", "--costs", "nothing.json"], "nothing.json: not costs"),
+        (["FILE:make", "--costs", "nothing.json"], "nothing.json cannot be read: it is missing"),
         (["FILE:make", "--products", "2"], "products=2.0 is no share"),
-        (["--hf", "nothing.json"], "nothing.json cannot be read as a configuration"),
+        (["--hf", "nothing.json"], "nothing.json cannot be read: it is missing"),
     ],
 )
 def test_bad_input(argv: list[str], words: str, job: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -95,3 +95,16 @@ def test_a_failing_cell_shows_the_users_lines_and_the_next_one_runs() -> None:
     trace = "\n".join(errors[3][0].traceback)
     assert "loss_fn" in trace and "skipping hidden" in trace and len(trace.splitlines()) < 60
     assert texts(done)[-2:] == ["step 2\n", "1 []\n"]
+
+
+@pytest.mark.long
+@pytest.mark.processes
+def test_a_fresh_kernel_shows_a_figure() -> None:
+    """No cell has imported pyplot, which would teach the kernel to show figures."""
+    cell = (
+        "import torch\nimport fshard as fs\n"
+        "plan = fs.make_plan({'w': torch.ones(4)}, fs.make_mesh((1,), ('data',)), [('.*', fs.fsdp('data'))])\n"
+        "fs.view.plan(plan).figure()"
+    )
+    done = executed(nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell)]))
+    assert "image/png" in done.cells[0].outputs[0]["data"]

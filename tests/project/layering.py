@@ -24,6 +24,7 @@ LAYERS = (
         "threads",
         "torch_internals",
     ),
+    ("reading",),
     ("model", "optim"),
     ("sharding",),
     ("schedule",),

@@ -23,7 +23,7 @@ ATTRIBUTES, COMPLEXITY, FILE_LINES, FUNCTION_LINES = 15, 15, 400, 40
 
 PARSERS = (
     "schedule.text",
-    "checkpoint.strict_json",
+    "reading.strict_json",
     "checkpoint.manifest",
     "interchange.pickles",
     "interchange.archive",

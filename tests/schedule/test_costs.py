@@ -319,9 +319,11 @@ def test_costs_that_were_not_written_to_the_end_leave_the_old_ones(
 @pytest.mark.parametrize("text", ["", "{}", "[]", '{"format": "fshard costs 2"}', '{"format": "fshard costs 3"}'])
 def test_files_that_hold_no_costs(tmp_path: Path, text: str) -> None:
     (tmp_path / "a.json").write_text(text)
-    with pytest.raises(PlanError, match=r"a\.json: not costs that Costs\.save has written"):
+    with pytest.raises(
+        PlanError, match=r"a\.json(: not costs that Costs\.save has written| cannot be read: it is not JSON)"
+    ):
         read_costs(tmp_path / "a.json")
-    with pytest.raises(PlanError, match="FileNotFoundError"):
+    with pytest.raises(PlanError, match=r"b\.json cannot be read: it is missing"):
         read_costs(tmp_path / "b.json")
 
 

@@ -56,7 +56,9 @@ def measured(case: Any) -> dict[str, Any]:
             attempt()
             outcomes.append("accepted")
         except ShardError as error:
-            named = str(case.path.parent if case.kind == "native" else case.path) in str(error)
+            named = case.kind == "schedule" or str(case.path.parent if case.kind == "native" else case.path) in str(
+                error
+            )
             outcomes.append("refused" if named and len(str(error)) < 20_000 else "badly told")
             reason = reason or str(error)[:300]
         except Exception as error:  # a raw error is what this looks for
@@ -72,17 +74,20 @@ def child(seed: int, first: int, last: int) -> None:
     """Load cases, and write a line for each."""
     import torch
 
-    from tests.security import hostile_cases
+    from tests.security import hostile_cases, hostile_tools
 
     torch.set_num_threads(1)
     root = Path(tempfile.mkdtemp(prefix="fshard-hostile-"))
     try:
-        made = hostile_cases.good(root / "good")
+        made, tools = hostile_cases.good(root / "good"), hostile_tools.good()
         bound = status("VmData") + LIMIT
         resource.setrlimit(resource.RLIMIT_DATA, (bound, bound))
         for number in range(first, last):
             print(json.dumps({"begins": number}), flush=True)
-            case = hostile_cases.make(number, seed, made, root / "case")
+            if number % 3:
+                case = hostile_cases.make(number, seed, made, root / "case")
+            else:
+                case = hostile_tools.make(number, seed, tools, root / "case")
             print(json.dumps({"number": number, **measured(case)}), flush=True)
             shutil.rmtree(root / "case")
     finally:

@@ -16,12 +16,12 @@ import torch
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
 import fshard as fs
-from fshard.checkpoint.files import folder_at, plain_file
 from fshard.checkpoint.ranges import Block
 from fshard.errors import DamagedError
 from fshard.interchange.boxes import read_box
 from fshard.interchange.metadata import filled, read_metadata
 from fshard.interchange.pickles import CallRecord, GlobalName, read_pickle
+from fshard.reading.files import folder_at, plain_file
 from tests.security.hostile_cases import LEAVES, OPT, plan
 from tests.security.test_security import ROOT, Folders, load, within
 

@@ -21,10 +21,10 @@ import torch
 import fshard as fs
 from fshard.checkpoint.convert import load_tensor
 from fshard.checkpoint.folder import LOCK, read_manifest
-from fshard.checkpoint.strict_json import DEPTH, parse_json, weigh
 from fshard.errors import CheckpointError, DamagedError, ShardError, TreeError
 from fshard.interchange.convert import to_state
 from fshard.interchange.hf_files import INDEX, SINGLE
+from fshard.reading.strict_json import DEPTH, parse_json, weigh
 from tests.checkpoint.test_damaged import seal, unprivileged
 from tests.security import hostile
 from tests.security.hostile_cases import LEAVES, OPT, STEP, good, plan
@@ -120,7 +120,7 @@ def test_the_weight_of_json_is_its_depth_and_no_less_than_it_takes() -> None:
 def test_what_is_saved_can_be_read_again_or_is_refused_when_saved(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("fshard.checkpoint.strict_json.SPACE", 1 << 10)
+    monkeypatch.setattr("fshard.reading.strict_json.SPACE", 1 << 10)
     state = fs.init_state(plan(), OPT, params=LEAVES)
     with fs.Checkpointer(tmp_path) as ckpt:
         with pytest.raises(CheckpointError, match="too large to be read again.*pass less as data="):
@@ -289,12 +289,18 @@ OPEN = {
     ("strict_json.py", "json.loads"),  # behind its bounds
     ("hf.py", "load"),  # of a source, which opens by the reader
     ("optimizer_state.py", "load"),
+    ("texts.py", "read_text"),  # tools read whole files by the reader
+    ("flight.py", "read_text"),
+    ("flight.py", "read_bytes"),
+    ("json_lines.py", "read_text"),
+    ("json_lines.py", "self.path.open"),  # what is written: a regular file, or a new one
 }
 
 
 def test_one_reader_opens_what_strangers_wrote() -> None:
     found = set()
-    paths = [path for room in ("checkpoint", "interchange", "cli") for path in (ROOT / "fshard" / room).glob("*.py")]
+    rooms = ("checkpoint", "interchange", "cli", "reading", "schedule", "tracking", "foresight", "view")
+    paths = [path for room in rooms for path in (ROOT / "fshard" / room).glob("*.py")]
     for path in paths:
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Call) and ast.unparse(node.func).rpartition(".")[2] in OPENERS:

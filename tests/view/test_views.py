@@ -164,5 +164,6 @@ def test_pictures() -> None:
     figure = fs.view.plan(plan).figure()
     bars = figure.axes[0].patches
     assert sum(bar.get_width() for bar in bars) == sum(fs.view.plan(plan).totals)
+    assert figure._repr_png_().startswith(b"\x89PNG")
     drawn = fs.view.sharding(plan, "w").figure()
     assert len(drawn.axes[0].patches) == 8 * 6 and "w [8, 6]" in drawn.axes[0].get_title(loc="left")

@@ -11,10 +11,10 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from fshard.checkpoint.problems import damaged, unreachable
-from fshard.errors import CheckpointError
+from fshard.errors import ShardError
+from fshard.reading.problems import damaged, unreachable
 
-Refusal = Callable[[str, Iterable[str]], CheckpointError]
+Refusal = Callable[[str, Iterable[str]], ShardError]
 """Makes the error for a file from its path and the problems."""
 
 STRIDE = 1 << 20

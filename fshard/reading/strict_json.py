@@ -30,8 +30,10 @@ OBJECT, LIST, ITEM = 240, 88, 40
 """The approximate bytes of memory of an object, of a list, and of each further value in one."""
 
 
-def parse_json(text: bytes, most: int | None = None) -> Any:
+def parse_json(text: bytes, most: int | None = None, *, infinite: bool = False) -> Any:
     """The value of a text that is strict JSON; ``most`` is a further bound on the bytes of memory that it takes.
+
+    With ``infinite`` a number may also be NaN, Infinity or -Infinity, as in logs of losses.
 
     The text must be UTF-8 without repeated keys, NaN or Infinity, within the bounds on depth, memory and digits above;
     a ValueError says which rule it breaks.
@@ -42,7 +44,11 @@ def parse_json(text: bytes, most: int | None = None) -> Any:
     check_bounds(text, most)
     try:
         return json.loads(
-            text.decode(), object_pairs_hook=_once, parse_constant=_never, parse_float=_finite, parse_int=_whole
+            text.decode(),
+            object_pairs_hook=_once,
+            parse_constant=float if infinite else _never,
+            parse_float=_finite,
+            parse_int=_whole,
         )
     except RecursionError:  # the caller is deep in its own stack
         raise ValueError("it is nested too deeply") from None
