@@ -346,6 +346,17 @@ def written_data(unit: str, paths: Sequence[str]) -> UnitError:
     return UnitError(lines(f"{head} wrote to the .data of parameters:", paths, remedy))
 
 
+def stopped_by_program(paths: Sequence[str]) -> UnitError:
+    """A program called ``requires_grad_(False)`` on parameters that its plan trains."""
+    remedy = (
+        "A plan decides what is trained, once for all steps: freeze them before fs.make_plan, give them a rule with "
+        "trainable=False, or stop a gradient where it flows (fs.stop_gradient(params), weight.detach())."
+    )
+    return UnitError(
+        lines("the program called requires_grad_(False) on parameters that the plan trains:", paths, remedy)
+    )
+
+
 def foreign_params() -> UnitError:
     """A program uses parameters that belong to another step."""
     return UnitError(

@@ -17,7 +17,7 @@ from torch import nn
 from fshard.model.buffers import Tracker
 from fshard.model.leaves import LeafOrder
 from fshard.model.objects import held
-from fshard.model.refusals import reaches_outside
+from fshard.model.refusals import assigned, reaches_outside, written_elsewhere
 from fshard.model.template import Instance, Template
 from fshard.model.unit import Slot, slot_of
 from fshard.model.writes import (
@@ -55,6 +55,7 @@ class Body:
         self._template = template
         self._tracker = tracker
         self._tensors = template.tensors()
+        self._elsewhere = template.watched_outside() if unit else None
 
     @property
     def module(self) -> nn.Module:
@@ -134,7 +135,9 @@ class Body:
         return self._finish(instance, out)
 
     def _explain(self, error: BaseException) -> None:
-        """Raise an error that names the modules outside of a unit whose parameters, on the meta device, it met."""
+        """Raise a clearer error in the place of one that PyTorch raises of an instance."""
+        if isinstance(error, TypeError) and "as parameter" in str(error) and str(error).startswith("cannot assign"):
+            raise assigned(self.unit, str(error)) from error
         if isinstance(error, RuntimeError) and "meta" in str(error) and (reached := self._template.reaches()):
             raise reaches_outside(self.unit, reached) from error
 
@@ -172,11 +175,14 @@ class Body:
         if not self.unit:
             self._finish_whole(instance)
             return out
+        if self._elsewhere is not None and (spot := self._elsewhere.written()) is not None:
+            self._retire(instance)
+            raise written_elsewhere(self.unit, spot)
         shared = self._template.shared
         clean = shared.clean()
         if not clean:
             refuse(self.unit, {spot: x for spot, x in shared.changed().items() if held(x)}, whole=False)
-        if (moved := self._template.moved(instance)) is not None:
+        if (moved := self._moved(instance)) is not None:
             self._retire(instance)
             raise unreturnable(self.unit, moved, "another module or parameter")
         if clean and instance.surface.clean():
@@ -193,10 +199,13 @@ class Body:
         shared, surface = self._template.shared, instance.surface
         clean = shared.clean()
         shared.restore()
-        if clean and instance.kept and surface.clean() and self._template.moved(instance) is None:
+        if clean and instance.kept and surface.clean() and self._moved(instance) is None:
             self._mark_unwritten(instance)
             return
         self._retire(instance)
+
+    def _moved(self, instance: Instance) -> str | None:
+        return self._template.moved(instance.tensors.leaves, dict(enumerate(instance.modules)))
 
     def _mark_unwritten(self, instance: Instance) -> None:
         if instance.kept:

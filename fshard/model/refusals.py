@@ -34,6 +34,33 @@ def reaches_outside(unit: str, modules: Iterable[str]) -> UnitError:
     return UnitError(lines(head, modules, remedy))
 
 
+def changed_from_outside(unit: str, spot: str) -> UnitError:
+    """Code outside of a unit changed which modules or parameters the unit has."""
+    return UnitError(
+        f"code outside of unit {unit} replaced, added or removed {spot}, a module or a parameter of the unit, which "
+        f"reads the parameters that the plan has for it and runs the modules that it had at fs.split: make this change "
+        f"before fs.split, or let no unit contain {spot} (units=), where such a change lasts until the call is over"
+    )
+
+
+def assigned(unit: str, said: str) -> UnitError:
+    """A call put a tensor into the place of a parameter."""
+    where = f"unit {unit}" if unit else "the module"
+    return UnitError(
+        f"the call of {where} assigns a tensor, or another module's parameter, in the place of a parameter ({said}), "
+        f"and a pure function must not change its parameters: tie parameters before fs.split, or use the tensor "
+        f"where it is read (F.linear(x, other.weight))"
+    )
+
+
+def written_elsewhere(unit: str, spot: str) -> UnitError:
+    """A unit's code changed a module outside of the unit."""
+    return UnitError(
+        f"unit {unit} changes {spot}, which belongs to a module outside of it, and units are pure functions: let the "
+        f"code that calls both make the change, or let no unit contain the module that makes it (units=)"
+    )
+
+
 def unmade_buffers(paths: Iterable[str]) -> UnitError:
     """A call would read buffers that have no values."""
     head = "the module has buffers on the meta device, which hold no values:"

@@ -9,6 +9,7 @@ from torch import nn
 
 from fshard.model.buffers import Place
 from fshard.model.leaves import LeafOrder
+from fshard.model.refusals import changed_from_outside
 from fshard.model.unit import Unit
 from fshard.model.writes import Flag, Glance, More, PriorWrites, ResultAndWrites, Scene, Surface, View
 
@@ -67,14 +68,14 @@ class Shell:
 
         def plain(*args: Any, **kwargs: Any) -> Any:
             if not (tensors.unwritten and modules.quiet()):
-                args = (*modules.given(), *args)
+                args = (*modules.given(unit.name), *args)
             out = call(args, kwargs)
             return modules.written(out) if type(out) is ResultAndWrites else out
 
         def stateful(*args: Any, **kwargs: Any) -> Any:
             now = {path: tensors.bound(i) for path, i in buffers.items()}
             if not (tensors.unwritten and modules.quiet()):
-                args = (*modules.given(), *args)
+                args = (*modules.given(unit.name), *args)
             out, changed = call((now, *args), kwargs)
             for path, buffer in changed.items():
                 tensors.bind(buffers[path], buffer)
@@ -92,14 +93,21 @@ class UnitModules:
         scene: what the modules held at ``split``.
         flag: says whether tables were written to.
         numbers: the number of each module in the instance.
+        moved: names a child or a parameter that these modules, by number, hold no longer, or hold anew.
     """
 
-    __slots__ = ("_first", "_flag", "_glance", "_numbers", "_rest", "_scene", "_tensors")
+    __slots__ = ("_first", "_flag", "_glance", "_moved", "_numbers", "_rest", "_scene", "_tensors")
 
     def __init__(
-        self, tensors: InstanceTensors, modules: Sequence[nn.Module], scene: Scene, flag: Flag, numbers: Sequence[int]
+        self,
+        tensors: InstanceTensors,
+        modules: Sequence[nn.Module],
+        scene: Scene,
+        flag: Flag,
+        numbers: Sequence[int],
+        moved: Callable[[Sequence[Any], Mapping[int, nn.Module]], str | None],
     ) -> None:
-        self._tensors, self._scene, self._flag, self._numbers = tensors, scene, flag, numbers
+        self._tensors, self._scene, self._flag, self._numbers, self._moved = tensors, scene, flag, numbers, moved
         self._first, self._rest = weakref.ref(modules[0]), modules[1:]
         self._glance: Glance | None = None
 
@@ -112,8 +120,15 @@ class UnitModules:
         self._tensors.unwritten = False
         return False
 
-    def given(self) -> tuple[PriorWrites, ...]:
-        """The unit's extra argument: the writes to the modules here; empty if there are none."""
+    def given(self, unit: str) -> tuple[PriorWrites, ...]:
+        """The unit's extra argument: the writes to the modules here; empty if there are none.
+
+        Raises:
+            UnitError: the modules hold other children or parameters than at ``split``.
+        """
+        modules = dict(zip(self._numbers, self._modules(), strict=True))
+        if (moved := self._moved(self._tensors.leaves, modules)) is not None:
+            raise changed_from_outside(unit, moved)
         surface = self._surface()
         writes = {} if surface.clean() else surface.writes()
         return (PriorWrites(writes),) if writes else ()

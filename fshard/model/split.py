@@ -7,6 +7,7 @@ The shell holds the unit's tensors too, for code outside that reads its weights.
 """
 
 import functools
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
@@ -39,7 +40,6 @@ class Model:
         buffers: the module's own buffers, likewise.
         units: the paths of the units, in the order of registration.
         aliases: for every further path of a tied parameter, the path under which ``params`` holds it.
-        frozen: the paths of parameters with ``requires_grad=False``.
         inits: by path, torch's own initial values, where the module that owns the parameter is torch's own.
         ignored: the parameters that ``split(ignore=)`` took out, the module's own: no leaves, but part of its code.
 
@@ -55,9 +55,10 @@ class Model:
     buffers: dict[str, Any]
     units: tuple[str, ...]
     aliases: Mapping[str, str]
-    frozen: frozenset[str]
     inits: Mapping[str, Initializer]
     _body: Body = field(repr=False)
+    _frozen: frozenset[str]
+    _own: Mapping[str, "weakref.ref[Tensor]"]
     _unmade: tuple[str, ...] = ()
     ignored: dict[str, Any] = field(default_factory=dict)
 
@@ -129,6 +130,20 @@ class Model:
         return Modes(self._body, lambda twin: _body(twin, self._body.params, self._body.buffers, self.units))
 
     @property
+    def frozen(self) -> frozenset[str]:
+        """The paths of parameters with ``requires_grad=False``: now, or at ``split`` if the module is gone.
+
+        >>> net = nn.Linear(2, 3)
+        >>> model = split(net)
+        >>> _ = net.weight.requires_grad_(False)
+        >>> model.frozen
+        frozenset({'weight'})
+        """
+        own = {path: leaf for path, held in self._own.items() if (leaf := held()) is not None}
+        frozen = {path for path in self._frozen if path not in own}
+        return frozenset(frozen | {path for path, leaf in own.items() if not leaf.requires_grad})
+
+    @property
     def module(self) -> nn.Module:
         """The private copy that keeps the code, with parameters on the meta device. Do not change it."""
         return self._body.module
@@ -136,7 +151,7 @@ class Model:
     def __reduce__(self) -> tuple[Any, ...]:
         """A pickle or a copy splits the module again: instances are bound to the identity of this model's modules."""
         kept = {one.name: getattr(self, one.name) for one in fields(self) if one.name != "_body"}
-        return _again, (self.module, kept)
+        return _again, (self.module, kept | {"_frozen": self.frozen, "_own": {}})
 
     def __repr__(self) -> str:
         sizes = [leaf.numel() for _, leaf in tree.paths(self.params)]
@@ -186,9 +201,10 @@ def split(module: nn.Module, units: Pattern | Iterable[Pattern] = (), *, ignore:
         buffers=tree.nest(buffers),
         units=names,
         aliases=aliases,
-        frozen=frozenset(path for path, leaf in params.items() if not leaf.requires_grad),
         inits={path: init for path, init in deduce(module).items() if path not in out},
         _body=_body(twin, order, LeafOrder("buffers", buffers), names),
+        _frozen=frozenset(path for path, leaf in params.items() if not leaf.requires_grad),
+        _own={path: weakref.ref(leaf) for path, leaf in params.items()},
         ignored=tree.nest(tied(out.items())[0]),
         _unmade=tuple(path for path, buffer in buffers.items() if buffer.device.type == "meta"),
     )

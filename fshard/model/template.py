@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from fshard.errors import UnitError
 from fshard.model.buffers import Place
 from fshard.model.containers import copied, holds, inside, outline
+from fshard.model.elsewhere import Elsewhere
 from fshard.model.objects import Shared
 from fshard.model.shell import InstanceTensors, Shell, UnitModules
 from fshard.model.writes import BASE, CACHES, HOOKS, Flag, Glance, More, Scene, Surface, View, tables, view
@@ -123,6 +124,14 @@ class Template:
             if i in paths
         ]
 
+    def watched_outside(self) -> Elsewhere | None:
+        """The modules outside of it that attributes of its modules hold; None if they hold none."""
+        whole: Any = next(iter(self._outside.values()))
+        known = {id(module): (path, module) for path, module in whole.named_modules()}
+        held = [i for part in self._parts for n in part.referring for i in _known(part.attributes[n], self._outside)]
+        found = {id(m): m for i in held if i in known for m in known[i][1].modules() if id(m) not in self._number}
+        return Elsewhere({known[i][0]: module for i, module in found.items()}) if found else None
+
     def _lay_out(self) -> None:
         paths = {id(module): path for path, module in self.root.named_modules()}
         entries = [part.attributes | _EMPTY | {"_buffers": dict(part.buffers)} for part in self._parts]
@@ -176,7 +185,7 @@ class Template:
             table["_apply"] = partial(_converted, weakref.ref(module))
             object.__setattr__(module, "__dict__", table)
         for i, (numbers, scene) in self._below.items():
-            below = UnitModules(tensors, [modules[n] for n in numbers], scene, self.flag, numbers)
+            below = UnitModules(tensors, [modules[n] for n in numbers], scene, self.flag, numbers, self.moved)
             self._hand_over(i, tensors, below, modules[i])
         if any(part.referring for part in self._parts):
             tensors.more += self._redirect(modules, leaves, memo)
@@ -210,12 +219,17 @@ class Template:
             if isinstance(x, Tensor) and not isinstance(x, nn.Parameter)
         }
 
-    def moved(self, instance: Instance) -> str | None:
-        """The name under which an instance holds another module or parameter than at first; None if there is none."""
-        leaves, modules = instance.tensors.leaves, instance.modules
+    def moved(self, leaves: Sequence[Any], modules: Mapping[int, nn.Module]) -> str | None:
+        """The name under which modules of an instance hold another module or parameter than at first; None if none do.
+
+        Args:
+            leaves: the tensors of the instance.
+            modules: by number, the modules: all of them, or a unit's.
+        """
         if not self.flag.raised:
             return None
-        for seen, module, part in zip(self.views, modules, self._parts, strict=True):
+        for number, module in modules.items():
+            seen, part = self.views[number], self._parts[number]
             for table, kept in (
                 (module._parameters, {name: None if i < 0 else leaves[i] for name, i in part.params}),
                 (module._modules, {name: None if i < 0 else modules[i] for name, i in part.children}),

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from fshard import tree
-from fshard.errors import LossError, UnitError, written_data
+from fshard.errors import LossError, UnitError, stopped_by_program, written_data
 from fshard.model.casting import note_dtypes
 from fshard.model.remat import exact
 from fshard.model.unit import Unit
@@ -230,8 +230,11 @@ class Engine:
         self.exact = self.exact or (derivatives is not None and derivatives.used)
         watched.check()
         self.parameters.check_unwritten(versions)
-        if self.traits.exact is None and (moved := self.slots.moved()):  # of a program that is not known yet
-            raise written_data("", moved)
+        if self.traits.exact is None:  # of a program that is not known yet
+            if moved := self.slots.moved():
+                raise written_data("", moved)
+            if train and (stopped := self.slots.stopped()):
+                raise stopped_by_program(stopped)
         if not train:
             return tree.map(self._lasting, result)
         if isinstance(result, tuple) and len(result) == 2:

@@ -178,6 +178,18 @@ class Slots:
         ]
         return [path for path, slots, x in pairs if slots.storages and storage_of(x) not in slots.storages]
 
+    def stopped(self) -> list[str]:
+        """The paths of trainable leaves on which somebody has called ``requires_grad_(False)``, which is undone."""
+        pairs = [
+            (leaf.path, x)
+            for slots in self.groups
+            for leaf, x in zip(slots.group.leaves, slots.leaves, strict=True)
+            if slots.group.trainable and not x.requires_grad
+        ]
+        for _, x in pairs:
+            x.requires_grad_()
+        return [path for path, _ in pairs]
+
     def release(self) -> None:
         """Release the arena. The slots cannot be used afterwards."""
         self.arena = None
