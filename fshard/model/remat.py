@@ -24,6 +24,7 @@ from fshard.errors import PlanError, RematError, TransformError
 from fshard.model.checkpoint_policies import SavePolicy, nothing
 from fshard.model.checkpointed import checkpointed
 from fshard.model.exact import Exact
+from fshard.model.missing import explained
 from fshard.torch_internals import DisableFuncTorch, disable_current_modes, functorch
 
 Fn = TypeVar("Fn", bound=Callable[..., Any])
@@ -98,18 +99,22 @@ class Recomputed:
     autocast: Autocast  # the state at the call, which the backward restores
     context: contextvars.Context  # that of the call: autograd's thread of a device, where it may run again, has none
     reverse: bool = False  # whether its forward derivative is taken by two reverse ones
+    what: str = ""  # what it computes, for errors
 
     def __call__(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         with _autocast(self.autocast), exact():
             return self.fn(*tensors)
 
-    def derived(self, rule: Rule, tensors: Sequence[Tensor], places: Sequence[int], more: Any) -> dict[int, Tensor]:
+    def derived(
+        self, rule: Rule, tensors: Sequence[Tensor], wanted: Sequence[int], places: Sequence[int], more: Any
+    ) -> dict[int, Tensor]:
         """By the number of a tensor or a result, a derivative of this call, which its own backward recomputes too.
 
-        ``rule`` computes it, from the call as a function of its floating-point tensors alone, these, and ``more``: the
-        gradients of the floating-point results at ``places``, or the tangents of the floating-point tensors.
+        ``rule`` computes it, from the call as a function of its ``wanted`` tensors alone, these, and ``more``: the
+        gradients of the floating-point results at ``places``, or the tangents of the ``wanted`` tensors. An operator
+        need not have a derivative by the others, such as the running mean of a norm.
         """
-        wanted, count = [i for i, tensor in enumerate(tensors) if _floating(tensor)], len(tensors)
+        count = len(tensors)
 
         def fn(*args: Tensor) -> tuple[Tensor, ...]:
             def of(*some: Tensor) -> tuple[Tensor, ...]:
@@ -121,7 +126,9 @@ class Recomputed:
 
             return rule(of, tuple(args[i] for i in wanted), args[count:])
 
-        found = Remat.apply(Recomputed(fn, False, self.autocast, self.context, self.reverse), *tensors, *more)  # type: ignore[no-untyped-call]
+        again = Recomputed(fn, False, self.autocast, self.context, self.reverse, self.what)
+        with explained(self.what):
+            found = Remat.apply(again, *tensors, *more)  # type: ignore[no-untyped-call]
         return dict(zip(wanted if rule is _vjp else places, found, strict=True))
 
 
@@ -142,23 +149,27 @@ class Remat(torch.autograd.Function):
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
         ctx.call, ctx.places = inputs[0], [i for i, out in enumerate(output) if _floating(out)]
         ctx.count = len(output)
+        ctx.zeros = [functools.partial(torch.zeros, x.shape, dtype=x.dtype, device=x.device) for x in output]
         ctx.save_for_backward(*inputs[1:])
         ctx.save_for_forward(*inputs[1:])
         ctx.mark_non_differentiable(*(out for out in output if not _floating(out)))
-        ctx.set_materialize_grads(True)
+        ctx.set_materialize_grads(False)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         tensors = ctx.saved_tensors
-        found = ctx.call.derived(_vjp, tensors, ctx.places, [grads[i] for i in ctx.places])
+        wanted = [i for i, x in enumerate(tensors) if _floating(x) and ctx.needs_input_grad[i + 1]]
+        given = [ctx.zeros[i]() if (grad := grads[i]) is None else grad for i in ctx.places]
+        found = ctx.call.derived(_vjp, tensors, wanted, ctx.places, given)
         return None, *map(found.get, range(len(tensors)))
 
     @staticmethod
     def jvp(ctx: Any, _: None, *tangents: Tensor | None) -> tuple[Tensor | None, ...]:
         tensors = ctx.saved_tensors
-        pairs = zip(tensors, tangents, strict=True)
-        given = [torch.zeros_like(x) if tangent is None else tangent for x, tangent in pairs if _floating(x)]
-        found = ctx.call.derived(_jvp_by_reverse if ctx.call.reverse else _jvp, tensors, ctx.places, given)
+        wanted = [i for i, x in enumerate(tensors) if _floating(x) and tangents[i] is not None]
+        given = [tangents[i] for i in wanted]
+        rule = _jvp_by_reverse if ctx.call.reverse else _jvp
+        found = ctx.call.derived(rule, tensors, wanted, ctx.places, given)
         return tuple(map(found.get, range(ctx.count)))
 
 
@@ -207,8 +218,10 @@ def _again(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
         return tuple(out for out in outs if isinstance(out, Tensor))
 
     with _unchanged_generators():
-        call = Recomputed(flat, True, autocast_state(), contextvars.copy_context(), reverse)
-        outs = iter(Remat.apply(call, *tensors.values()))  # type: ignore[no-untyped-call]
+        what = getattr(fn, "__name__", "")
+        call = Recomputed(flat, True, autocast_state(), contextvars.copy_context(), reverse, what)
+        with explained(what):
+            outs = iter(Remat.apply(call, *tensors.values()))  # type: ignore[no-untyped-call]
     return tree.unflatten(out_spec, [next(outs) if value is None else value[0] for value in result])
 
 

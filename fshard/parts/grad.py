@@ -12,6 +12,7 @@ from fshard import tree
 from fshard.arguments import Want, expect
 from fshard.collectives.scope import bind
 from fshard.errors import PlanError, TreeError
+from fshard.model.missing import explained
 from fshard.optim.scaling import LossScale
 from fshard.parts.running import PART, running_of
 from fshard.played.everywhere import made_on_each_rank
@@ -154,7 +155,8 @@ class ValueAndGrad(OneFunction):
             kept[:] = [spec, [_TENSOR if isinstance(leaf, Tensor) else leaf for leaf in leaves]]
             return value, [leaf for leaf in leaves if isinstance(leaf, Tensor)]
 
-        grads, (value, tensors) = torch.func.grad_and_value(of, has_aux=True)(trained)
+        with explained(repr(self)):
+            grads, (value, tensors) = torch.func.grad_and_value(of, has_aux=True)(trained)
         spec, leaves = kept
         found = iter(tensors)
         aux = tree.unflatten(spec, [next(found) if leaf is _TENSOR else leaf for leaf in leaves])

@@ -199,6 +199,7 @@ class Resharding:
         pieces = {number: [self.flat[leaf.path] for leaf in group.leaves] for number, group in groups.items()}
         args, kwargs = tree.map(_gathered, (args, kwargs))
         self.handshake(", ".join(group.name for group in groups.values()))
+        body.__name__ = f"unit {unit.name or getattr(unit.fn, '__name__', '')}"  # for errors
         return remat(body)(pieces, given, args, kwargs)
 
     def _keep(self, number: int) -> list[Tensor]:

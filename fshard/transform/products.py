@@ -19,6 +19,7 @@ from fshard.collectives.linear import Sum, apply
 from fshard.collectives.ranks import Ranks
 from fshard.collectives.scope import cutting
 from fshard.errors import PlanError
+from fshard.model.missing import NO_FORWARD, explained
 from fshard.model.random import fold_in
 from fshard.model.remat import exact
 from fshard.runtime.comm import telling
@@ -210,17 +211,19 @@ class Modes:
         """The product. All ranks run one program, so they find the same operators."""
         if not self.missing:
             try:
-                return by_forward()
+                with explained("the function"):
+                    return by_forward()
             except RuntimeError as error:
                 text = str(error)
                 if not any(part in text for part in _NO_FORWARD):
                     raise
                 self.missing.append(text)
-        return by_reverse()
+        with explained("the function"):
+            return by_reverse()
 
 
-_NO_FORWARD = ("forward AD", "forward mode AD", "ZeroTensors are immutable", "jvp")
-"""Parts of PyTorch's errors about missing forward derivatives."""
+_NO_FORWARD = (NO_FORWARD, "forward AD", "forward mode AD", "ZeroTensors are immutable", "jvp")
+"""Parts of errors about missing forward derivatives."""
 
 
 def _pushed(f: Callable[[Flat], Any], at: Flat, direction: Flat) -> tuple[Any, Any]:
