@@ -114,7 +114,7 @@ def test_policies_decide_what_runs_again() -> None:
         with Count() as count:
             scalar(fs.remat(body, policy))(leaves, X).backward()
         products[policy] = count.calls[aten.mm]
-    assert list(products.values()) == [8, 5, 5]
+    assert list(products.values()) == [7, 5, 5]  # none has a product for the gradient of X, which nobody wants
 
 
 @pytest.mark.long
