@@ -70,4 +70,6 @@ def make_mesh(
     transport = ProcessTransport(
         mesh, joined.backend, limit, joined.owned, shared_memory, descriptors=joined.descriptors
     )
+    if joined.alive is not None:
+        transport.meet(joined.alive.look)
     return dataclasses.replace(mesh, transport=transport)

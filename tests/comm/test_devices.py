@@ -223,7 +223,9 @@ def test_ranks_that_meet_in_a_file_compare_their_devices(
             errors[number] = str(error)
 
     monkeypatch.setattr(joining, "place_of", place)
-    monkeypatch.setattr(joining, "_in_time", lambda body, seconds: body())  # in this thread, which is the rank
+    monkeypatch.setattr(
+        joining, "_in_time", lambda body, seconds, alive=None: body()
+    )  # in this thread, which is the rank
     threads = [threading.Thread(target=rank, args=(number,)) for number in range(2)]
     for number, thread in enumerate(threads):
         thread.rank = number  # type: ignore[attr-defined]

@@ -44,6 +44,7 @@ ENDED = {
     "played/paused.py": "played ranks: known at once when none can go on; a poll, ended with the run",
     "runtime/memory/gradients.py": "a device: its own watchdog",
     "foresight/packing.py": "a handle that is done: nothing is sent",
+    "runtime/comm/alive.py": "bounded, one second; its notes are left in joining.py, bounded",
     "runtime/comm/bounded.py": "the seconds that it is given",
     "runtime/comm/exchange.py": "handles of communicators",
     "runtime/comm/gloo.py": "the timeout of the communicator, for each message; the watchdog",
@@ -70,12 +71,12 @@ ENDED = {
 }
 """Files that wait, and what ends their waits."""
 
-ASKING = {"runtime/comm/devices.py", "runtime/comm/failure_notes.py", "runtime/comm/start.py"}
+ASKING = {"runtime/comm/alive.py", "runtime/comm/devices.py", "runtime/comm/failure_notes.py", "runtime/comm/start.py"}
 """Files that ask a store. What they do is done in threads that somebody waits for with a deadline."""
 
 ENTRIES = {
     "runtime/comm/joining.py": ("join", "join_by_file", "_of_group", "_agreed"),
-    "runtime/comm/processes.py": ("communicator", "abort", "abort_all", "close", "_drop", "_made", "_destroy"),
+    "runtime/comm/processes.py": ("communicator", "abort", "abort_all", "close", "_drop", "_made", "meet", "_destroy"),
 }
 """The files that may call these, and their functions that others call."""
 

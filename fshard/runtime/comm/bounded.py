@@ -4,6 +4,7 @@ PyTorch's store has no timeout if its host is frozen or cut off: then ``check``,
 every call of a store runs in a daemon thread, which does not keep the process alive when it ends.
 """
 
+import time
 from collections.abc import Callable, Sequence
 from concurrent import futures
 from concurrent.futures import Future
@@ -15,36 +16,47 @@ from fshard.threads import settle
 
 T = TypeVar("T")
 
+LOOK = 0.25
+"""Seconds between two looks."""
 
-def bounded(body: Callable[[], T], seconds: float, what: str) -> T:
+
+def bounded(body: Callable[[], T], seconds: float, what: str, look: Callable[[], object] | None = None) -> T:
     """Return what a function returns, or raise what it raises, if it ends in time.
 
     Args:
         body: the function. It runs in another thread, which continues after a timeout.
         seconds: how long to wait.
         what: what the function does, for the error.
+        look: called a few times a second meanwhile; what it raises ends the wait.
 
     Raises:
         TimeoutError: it did not end in time.
     """
-    return bounded_together([body], seconds, what)[0]
+    return bounded_together([body], seconds, what, look)[0]
 
 
-def bounded_together(bodies: Sequence[Callable[[], T]], seconds: float, what: str) -> list[T]:
+def bounded_together(
+    bodies: Sequence[Callable[[], T]], seconds: float, what: str, look: Callable[[], object] | None = None
+) -> list[T]:
     """Return what functions return that run at once, each in a thread. All of them begin, whatever others do.
 
     Args:
         bodies: the functions.
         seconds: how long to wait for all of them.
         what: what they do, for the error.
+        look: called a few times a second meanwhile; what it raises ends the wait.
 
     Raises:
         TimeoutError: one did not end in time.
         BaseException: what the first one raised that failed.
     """
     begun = [_begun(body, what) for body in bodies]
-    if futures.wait(begun, seconds).not_done:
-        raise TimeoutError(f"timed out after {seconds:g} s: {what} did not end")
+    given, end = seconds, time.monotonic() + seconds
+    while futures.wait(begun, min(LOOK, seconds) if look is not None else seconds).not_done:
+        if look is not None and (seconds := end - time.monotonic()) > 0:
+            look()
+            continue
+        raise TimeoutError(f"timed out after {given:g} s: {what} did not end")
     return [outcome.result() for outcome in begun]
 
 

@@ -200,14 +200,21 @@ class Messages:
     def send(self, part: Tensor, peer: int, tag: int) -> None:
         """Send to a peer."""
         hand_over()  # gloo's thread may have to read that the peer is ready: then the message goes at once
-        self.works.append(self.comm.group.send([part], peer, tag))
-        self.peers.append(peer)
+        self._begin(self.comm.group.send, part, peer, tag)
 
     def receive(self, part: Tensor, peer: int, tag: int) -> int:
         """Receive from a peer: the number of the message."""
-        self.works.append(self.comm.group.recv([part], peer, tag))
-        self.peers.append(peer)
+        self._begin(self.comm.group.recv, part, peer, tag)
         return len(self.works) - 1
+
+    def _begin(self, call: Callable[[list[Tensor], int, int], object], part: Tensor, peer: int, tag: int) -> None:
+        """Begin a message. It fails at once where the peer's connection is closed."""
+        try:
+            self.works.append(call([part], peer, tag))
+        except RuntimeError:
+            with naming_errors(self.describe, self.comm.ranks[peer]):
+                raise
+        self.peers.append(peer)
 
     def wait(self, number: int) -> None:
         """Wait for a message, unless that was done."""

@@ -10,7 +10,8 @@ from typing import Any, TypeVar, cast
 import torch
 import torch.distributed as dist
 
-from fshard.errors import PlanError
+from fshard.errors import CommError, PlanError
+from fshard.runtime.comm.alive import MOST, Alive
 from fshard.runtime.comm.bounded import bounded
 from fshard.runtime.comm.descriptors import Descriptors
 from fshard.runtime.comm.devices import Place, agree_on_places, choose_device, device_of_group, place_of, with_nccl
@@ -39,6 +40,7 @@ class Joined:
         backend: of its communicators.
         owned: whether the process group was made here.
         descriptors: the sockets that were opened for it.
+        alive: the notes of the ranks, until a communicator joins them.
     """
 
     rank: int
@@ -47,6 +49,7 @@ class Joined:
     backend: str
     owned: bool
     descriptors: Descriptors
+    alive: Alive | None = None
 
 
 def join(timeout: float, given: str | torch.device | None, check: Check) -> Joined | None:
@@ -74,10 +77,11 @@ def join(timeout: float, given: str | torch.device | None, check: Check) -> Join
     descriptors = Descriptors()
     with naming_errors("joining the process group"), descriptors.opening():
         store, rank, world = _in_time(lambda: _rendezvous(limit), timeout)
-        device = _agreed(store, rank, world, timeout, lambda: choose_device(given, visible, local), check)
+        alive = _come(store, rank, world)
+        device = _agreed(store, rank, world, timeout, lambda: choose_device(given, visible, local), check, alive)
         backend = "nccl" if device.type == "cuda" else "gloo"
-        _in_time(lambda: _init(backend, store, rank, world, device, limit), timeout)
-    return Joined(rank, world, device, backend, True, descriptors)
+        _in_time(lambda: _init(backend, store, rank, world, device, limit), timeout, alive)
+    return Joined(rank, world, device, backend, True, descriptors, alive)
 
 
 def _of_group(timeout: float, given: str | torch.device | None, check: Check) -> Joined:
@@ -93,15 +97,22 @@ def _of_group(timeout: float, given: str | torch.device | None, check: Check) ->
     def choose() -> torch.device:
         return device_of_group(given, serves, bound, lambda: torch.device("cuda", torch.cuda.current_device()))
 
+    alive = None
     if backend == "fake":
         check(world)
         device = with_nccl(choose())
     else:
         store = default_store()
         with naming_errors("joining the process group"):
-            device = _agreed(store, rank, world, timeout, choose, check)
+            alive = _come(store, rank, world)
+            device = _agreed(store, rank, world, timeout, choose, check, alive)
     chosen = "gloo" if device.type == "cpu" and backend == "nccl" else backend
-    return Joined(rank, world, device, chosen, False, Descriptors())
+    return Joined(rank, world, device, chosen, False, Descriptors(), alive)
+
+
+def _come(store: Any, rank: int, world: int) -> Alive:
+    """Leave this rank's note of life."""
+    return bounded(lambda: Alive(store, rank, world), GRACE, "leaving a note of life in the store")
 
 
 def join_by_file(path: str, rank: int, world: int, timeout: float = JOINING) -> None:
@@ -135,6 +146,7 @@ def _agreed(
     timeout: float,
     choose: Callable[[], torch.device],
     check: Check,
+    alive: Alive | None = None,
 ) -> torch.device:
     """This rank's device, if all ranks can work on theirs. Collective."""
     failure: PlanError | None = None
@@ -144,7 +156,11 @@ def _agreed(
         place = place_of(device)
     except PlanError as error:
         place, failure = Place("", problem=str(error)), error
-    verdict = _in_time(lambda: agree_on_places(store, rank, world, place), timeout) if world > 1 else place.problem
+
+    def agree() -> str:
+        return agree_on_places(store, rank, world, place)
+
+    verdict = _in_time(agree, timeout, alive) if world > 1 else place.problem
     if verdict:
         raise PlanError(verdict) from failure
     if device.type == "cuda":
@@ -152,11 +168,16 @@ def _agreed(
     return device
 
 
-def _in_time(body: Callable[[], T], seconds: float) -> T:
-    """Join within the timeout. (A store whose host is frozen never answers.)"""
+def _in_time(body: Callable[[], T], seconds: float, alive: Alive | None = None) -> T:
+    """Join within the timeout, unless a rank ends. (A store whose host is frozen never answers.)"""
     try:
-        return bounded(body, seconds + GRACE, "the start of all ranks")
-    except TimeoutError as error:
+        return bounded(body, seconds + GRACE, "the start of all ranks", alive.look if alive is not None else None)
+    except (TimeoutError, dist.DistStoreError) as error:
+        if alive is not None and (gone := alive.missing()):
+            ranks = f"rank{'s' * (len(gone) > 1)} {', '.join(map(str, gone[:MOST]))}"
+            raise CommError(f"{ranks} did not come to fs.make_mesh within {seconds:g} s: see their logs") from error
+        if not isinstance(error, TimeoutError):
+            raise
         world, at = dist.get_world_size() if dist.is_initialized() else os.environ["WORLD_SIZE"], STORE
         if not dist.is_initialized():
             at = f"{os.environ.get('MASTER_ADDR', 'a file')}:{os.environ.get('MASTER_PORT', 'of this host')}"
@@ -170,8 +191,11 @@ def _rendezvous(timeout: datetime.timedelta) -> tuple[Any, int, int]:
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     c10d: Any = dist  # its stores are not exported
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-        store, rank, world = next(c10d.rendezvous("env://", rank, world, timeout=timeout))
-        store.set_timeout(timeout)
+        if not {"MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():
+            next(c10d.rendezvous("env://", rank, world, timeout=timeout))  # raises, and says which is not there
+        address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        # It waits for no rank: who has not come is known by the notes of those that have.
+        store = c10d.TCPStore(address, port, world, rank == 0, timeout, wait_for_workers=False, multi_tenant=True)
         return store, rank, world
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     store = c10d.TCPStore(address, port, is_master=False, timeout=timeout)

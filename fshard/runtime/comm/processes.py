@@ -2,7 +2,8 @@
 
 import datetime
 import secrets
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any, TypeVar
 
@@ -79,11 +80,14 @@ class ProcessTransport:
         self.watchdog = Watchdog(mesh.members[mesh.rank], timeout.total_seconds(), self.abort_all, flight=self.flight)
         self.cuts = Cuts(self.watchdog, mesh.members[mesh.rank], self._waiting, self._heard)
         own(self)
+        if backend == "gloo":  # nobody can wait for a mesh that nobody holds: its groups end without the others
+            weakref.finalize(self, _drop_groups, self.groups).atexit = False
 
     def disown(self, why: str) -> None:
         """Make no communicators, and leave without a word. What exists is kept: threads that end it are gone."""
         self.lost = why
         keep([*self.groups, *([default_group()] if dist.is_initialized() else [])])
+        self.groups.clear()
 
     @property
     def asynchronous(self) -> bool:
@@ -156,8 +160,8 @@ class ProcessTransport:
         self._drop([*self.comms.values()], reason)
         self.comms.clear()
         self.base = None
-        self._destroy(self.groups, PARTING)
-        self.groups = []
+        self._destroy([*self.groups], PARTING)
+        self.groups.clear()
         if self.owned and dist.is_initialized():
             with suppress(TimeoutError):
                 bounded(dist.destroy_process_group, PARTING, "leaving the process group")
@@ -176,7 +180,7 @@ class ProcessTransport:
             late = [comm for comm in comms if isinstance(comm, NcclCommunicator)]
             self.cuts.tell(late, reason)
             gone += self._cut(late, reason)
-        self.groups = [group for group in self.groups if not any(group is other for other in gone)]
+        self.groups[:] = [group for group in self.groups if not any(group is other for other in gone)]
         self._destroy(gone, DROPPING)
 
     def _cut(self, comms: Sequence[NcclCommunicator], reason: str) -> list[Any]:
@@ -201,13 +205,27 @@ class ProcessTransport:
             with suppress(TimeoutError):
                 bounded(destroy, seconds, "closing connections")
 
+    def meet(self, look: Callable[[], object]) -> None:
+        """Connect all ranks, so that from now on each sees at once when another one ends. Collective.
+
+        Args:
+            look: raises if a rank has ended before it was connected.
+        """
+        if self.mesh.size > 1 and self.backend != "fake":
+            self._in_time(self._base, "the first communicator", look)
+
     def _made(self, role: str, axes: Axes) -> Communicator:
-        """A new communicator, made within the timeout, since the host of the store may be gone."""
+        """A new communicator."""
+        return self._in_time(lambda: self._make(role, axes), f"the communicator {role}({'+'.join(axes)})")
+
+    def _in_time(
+        self, make: Callable[[], Communicator], what: str, look: Callable[[], object] | None = None
+    ) -> Communicator:
+        """What is made within the timeout, since the host of the store may be gone."""
         self.watchdog.start()
-        what = f"the communicator {role}({'+'.join(axes)})"
         try:
             with naming_errors(f"making {what}"), self.watchdog.waiting(what):
-                return bounded(lambda: self._make(role, axes), self.watchdog.timeout + GRACE, f"making {what}")
+                return bounded(make, self.watchdog.timeout + GRACE, f"making {what}", look)
         except ScheduleError:
             self.abort(COLLECTIVES)  # as ranks at a step do
             raise
@@ -311,3 +329,13 @@ class ProcessTransport:
             self.hosts = [text.partition(" ")[2] for text in told]
             self.flight.meet(told[0].partition(" ")[0])
         return self.base
+
+
+def _drop_groups(groups: list[Any]) -> None:
+    """Destroy the groups of a mesh that was dropped without ``close``: torch.distributed would keep them for good.
+
+    This runs where the garbage collector does, so it starts no thread and waits for none.
+    """
+    while groups and dist.is_initialized():
+        with suppress(Exception):
+            dist.destroy_process_group(groups.pop())
