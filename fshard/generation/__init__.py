@@ -1,5 +1,6 @@
 """Text from sharded weights: sampling with a key-value cache, perplexity, lm-evaluation-harness."""
 
+from fshard.generation.caches import Kept
 from fshard.generation.generate import Generate, Generated, make_generate
 from fshard.generation.harness import harness
 from fshard.generation.hugging_face import hugging_face
@@ -10,6 +11,7 @@ from fshard.generation.score import Perplexity
 __all__ = [
     "Generate",
     "Generated",
+    "Kept",
     "Perplexity",
     "Places",
     "Sampling",

@@ -114,7 +114,7 @@ class Generate:
             prompts: this rank's prompts: 1-D tensors of int64, or lists of ints, of any lengths; ranks may have unequal
                 numbers of them, or none. Ranks that differ along other axes than those of the data give the same.
             max_new: the most tokens of a sequence; the same on all ranks.
-            sampling: how tokens are drawn; ``Sampling()`` by default.
+            sampling: how tokens are drawn; None takes the most likely ones, as ``generate`` of transformers does.
             eos: the token that ends a sequence; None for none.
             first: the number of this rank's first prompt among those of all ranks. Random numbers depend on it, and so
                 not on ranks. By default every data rank is taken to have as many prompts as this one.
@@ -131,7 +131,7 @@ class Generate:
     def _generated(
         self, state: TrainState, rows: Rows, max_new: int, sampling: Sampling | None, first: int | None
     ) -> Generated:
-        sampling = sampling or Sampling()
+        sampling = sampling or Sampling(0.0)
         first = self.plan.data_rank * rows.count if first is None else first
         params = self._whole(state) if self.weights == "whole" else None
         with torch.no_grad():

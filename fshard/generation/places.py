@@ -9,12 +9,14 @@ from torch import Tensor
 from fshard import tree
 from fshard.arguments import described
 from fshard.errors import TreeError, lines
+from fshard.generation.caches import Kept
 
 Forward = Callable[[Any, Tensor, Any, "Places"], tuple[Tensor, Any]]
 """``forward(params, tokens, cache, places) -> (logits, cache)``: how a model reads further tokens.
 
 ``tokens`` is (rows, time), int64. ``cache`` is None at first, and then what the call before returned: any pytree of
-keys and values, whose dim -2 is as long as all tokens so far. ``logits`` is (rows, time, vocabulary)."""
+keys and values, whose dim -2 is as long as all tokens so far, or ``fs.generation.Kept`` of anything else. ``logits`` is
+(rows, time, vocabulary)."""
 
 
 class Places(NamedTuple):
@@ -86,6 +88,8 @@ def check_cache(cache: Any, seen: int) -> Any:
     Raises:
         TreeError: naming the tensors of another length.
     """
+    if isinstance(cache, Kept):
+        return cache
     wrong = [
         f"{name} has shape {list(leaf.shape)}"
         for name, leaf in zip(tree.names(cache, "cache"), tree.leaves(cache), strict=True)
@@ -94,7 +98,8 @@ def check_cache(cache: Any, seen: int) -> Any:
     if wrong:
         remedy = (
             f"Dim -2 must be {seen}, the tokens so far: append the new keys and values to those of the cache that was "
-            f"given, torch.cat((cache, new), dim=-2), and return the result."
+            f"given, torch.cat((cache, new), dim=-2), and return the result. States of another kind are "
+            f"fs.generation.Kept(states)."
         )
         raise TreeError(lines("forward returned a cache of the wrong length:", wrong, remedy))
     return cache

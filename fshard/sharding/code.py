@@ -1,5 +1,6 @@
 """The module that a plan was made for, for what its own library says of it: names in files, initial values."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,3 +41,34 @@ def code_of(model: Any) -> Code:
         )
     module = getattr(model, "module", None)
     return Code(module if isinstance(module, torch.nn.Module) else None)
+
+
+INITIALIZING = ("_init_weights", "init_weights", "initialize_weights", "reset_parameters")
+"""The names by which methods are known that give a module's parameters their first values."""
+
+
+def initialized_by(module: torch.nn.Module | None, paths: Iterable[str]) -> dict[str, str]:
+    """The method of a module above the owner of each parameter that gives it its values; only those that have one.
+
+    >>> class Net(torch.nn.Module):
+    ...     def __init__(self):
+    ...         super().__init__()
+    ...         self.up = torch.nn.Linear(2, 2, bias=False)
+    ...     def _init_weights(self, module):
+    ...         torch.nn.init.ones_(module.weight)
+    >>> initialized_by(Net(), ["up.weight"])
+    {'up.weight': 'Net._init_weights'}
+    """
+    found: dict[str, str] = {}
+    for path, below in () if module is None else module.named_modules():
+        kind = type(below)
+        method = next((name for name in INITIALIZING if callable(getattr(kind, name, None))), None)
+        if method is not None and not kind.__module__.startswith("torch.") and any(True for _ in below.children()):
+            found[f"{path}." if path else ""] = f"{kind.__name__}.{method}"
+    out = {}
+    for path in paths:
+        owner = path.rpartition(".")[0]
+        above = next((method for prefix, method in found.items() if owner and path.startswith(prefix)), None)
+        if above is not None:
+            out[path] = above
+    return out

@@ -1,6 +1,7 @@
 """Train states from nothing or from whole tensors, and whole trees to shards and back."""
 
 import re
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -20,6 +21,7 @@ from fshard.played.everywhere import called_on_each_rank
 from fshard.runtime.comm import collective_call, enter
 from fshard.runtime.execution import Shard, Shards, start_shard
 from fshard.runtime.memory import keep, memory_space
+from fshard.sharding.code import initialized_by
 from fshard.sharding.layout import Group, Piece, global_index
 from fshard.sharding.plan import Plan
 from fshard.state.fit import check_optimizer
@@ -87,11 +89,13 @@ def init_state(
         def value(path: str, piece: Piece) -> Tensor:
             return take(flat[path].detach(), piece)
     else:
-        inits = {**plan.inits, **initializers(plan, init)}
+        given = initializers(plan, init)
+        inits = {**plan.inits, **given}
         missing = [f"{path}  {list(leaf.shape)}" for path, leaf in plan.leaves.items() if path not in inits]
         if missing:
             remedy = "Give init=[(pattern, fs.init.normal(0.02)), ...], or params= with values to start from."
             raise PlanError(lines(f"{len(missing)} leaves have no initializer:", missing, remedy))
+        _warn_of_own(plan, [path for path in plan.leaves if path not in given])
 
         def value(path: str, piece: Piece) -> Tensor:
             return fresh_values(inits[path], fold(seed, path), plan.leaves[path].shape, piece, plan.mesh.device)
@@ -100,6 +104,20 @@ def init_state(
         return start(plan, opt, value, 0, seed)
     told = samples(flat) if params is not None else {} if shards is not None else initializers_told(inits.items())
     return start(plan, opt, value, 0, seed, Past(told, exact=shards is None))
+
+
+def _warn_of_own(plan: Plan, paths: Sequence[str]) -> None:
+    """Warn of leaves that begin with PyTorch's defaults, where a module above them has code for their first values."""
+    own = initialized_by(plan.code.module, paths)
+    if own:
+        some = f"{next(iter(own))}{f' and {len(own) - 1} more' * (len(own) > 1)}"
+        warnings.warn(
+            f"fs.init_state: {some} begin with PyTorch's default, and not with what {next(iter(own.values()))} gives "
+            f"them, which it does not call. Give that method's values as init=[(pattern, fs.init.normal(0.02)), ...], "
+            f"a rule for each of these leaves, or make the module with values and give params=model.params",
+            UserWarning,
+            stacklevel=4,
+        )
 
 
 def start(
