@@ -164,9 +164,31 @@ class OfAllRanks:
     def trace(self, *args: Any) -> Any:
         """As on a rank; outside of ``run`` the last argument is a global batch."""
         plan = self._all_plan
+        if plan.mesh.everywhere and tree_states(args[:-1]):  # of a step function, whose parts are those of a rank
+            return self._all_on_first(lambda own: own.trace(*args[:-1], part_of(args[-1], plan)))
         if plan.mesh.everywhere and args:
             args = (*args[:-1], _first_part(args[-1], plan))
         return self._all_here().trace(*args)
+
+    def calibrate(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
+        """As on a rank; outside of ``run`` of a global batch, on all ranks."""
+        plan = self._all_plan
+        if not plan.mesh.everywhere:
+            return self._all_here().calibrate(batch, *args, **kwargs)
+        mesh: Playable = plan.mesh  # type: ignore[assignment]
+        return mesh.run(lambda: self._all_here().calibrate(part_of(batch, plan), *args, **kwargs))[0]
+
+    def _all_on_first(self, ask: Callable[[Any], Any]) -> Any:
+        """What the object of rank 0 answers, where it runs."""
+        plan = self._all_plan
+        mesh: Playable = plan.mesh  # type: ignore[assignment]
+        return mesh.run(lambda: None if plan.mesh.rank else ask(self._all_here()))[0]
+
+
+def on_each_rank(fn: Callable[..., Any], step: Any, state: Any, batch: Any) -> Any:
+    """What a function of a step, a state and a batch returns on every rank, joined, for those of all ranks."""
+    plan = step._all_plan
+    return play_joined(plan.mesh, lambda: fn(step._all_here(), state.here, part_of(batch, plan)))
 
 
 def _first_part(batch: Any, plan: Plan) -> Any:

@@ -4,6 +4,7 @@ import random
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ import torch
 from fshard.arguments import Want, expect
 from fshard.errors import PlanError, no_processes
 from fshard.optim import checks
+from fshard.played.everywhere import on_each_rank
 from fshard.proof.compare import Comparison
 from fshard.proof.plain import Task, earliest, run_plainly
 from fshard.proof.report import Tolerance, Verified
@@ -39,7 +41,7 @@ def verify(step: TrainStep, state: TrainState, batch: Any, *, rtol: float | None
     Args:
         step: the result of ``fs.make_train_step``.
         state: the state; it is not donated.
-        batch: this rank's batch.
+        batch: this rank's batch; outside of ``run`` of a virtual mesh the global one.
         rtol: the largest difference that is allowed, relative to the largest magnitude in the tensor; None for 1e-9 in
             float64, 1e-4 in float32, 1e-2 in float16 and 5e-2 in bfloat16, the largest of these that applies.
         atol: an absolute difference that is allowed in addition.
@@ -67,7 +69,9 @@ def verify(step: TrainStep, state: TrainState, batch: Any, *, rtol: float | None
     outputs of 0 calls of units: equal
     """
     refuse_transforms("fs.verify")
-    wants: list[Want] = [("step", step, TrainStep, "what fs.make_train_step returned")]
+    wants: list[Want] = [
+        ("step", step, TrainStep, "what fs.make_train_step returned; of a step function, a train step of its loss")
+    ]
     expect("verify(step, state, batch)", wants)
     expect_state(state, "verify(step, state, batch): state")
     problems = checks.number("rtol", 0.0 if rtol is None else rtol, "[0, inf)")
@@ -75,6 +79,9 @@ def verify(step: TrainStep, state: TrainState, batch: Any, *, rtol: float | None
     if problems:
         raise PlanError("; ".join(problems))
     mesh = step.plan.mesh
+    if mesh.everywhere:
+        result: Verified = on_each_rank(partial(verify, rtol=rtol, atol=atol), step, state, batch)
+        return result
     if mesh.transport is None and mesh.size > 1:
         raise no_processes()
     state.check_plan(step.plan)
