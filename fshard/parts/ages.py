@@ -4,6 +4,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from fshard.sharding.plan import Plan
+
 
 class After(NamedTuple):
     """What becomes of a state's numbers in an update.
@@ -55,3 +57,30 @@ def ages_of(late: Mapping[str, int], updated: Sequence[str], trained: Sequence[s
     relative = {path: missed - least for path, missed in own.items() if missed > least}
     after = {path: missed - fewest for path, missed in every.items() if missed > fewest}
     return Ages(dict(late), least, relative, After(1 - fewest, after))
+
+
+def trained_leaves(plan: Plan) -> list[str]:
+    """The paths of all trained leaves of a plan."""
+    return [path for path, leaf in plan.leaves.items() if leaf.trainable]
+
+
+def after_call(begun: int, updated: int, late: Mapping[str, int], trained: Sequence[str]) -> tuple[int, dict[str, int]]:
+    """A state's step and late leaves after a call of a step function: one step more, however many updates it made.
+
+    Random streams, numbers and checkpoints go by the calls; what an optimizer counts, the step less ``late``, stays.
+    Leaves that have had more updates than there were calls are late by less than nothing.
+
+    Args:
+        begun: the state's step before the call.
+        updated: its step by the updates of the call.
+        late: its late leaves by them.
+        trained: all trained leaves of the plan.
+
+    >>> after_call(4, 5, {}, ["a"]), after_call(4, 4, {}, ["a"]), after_call(4, 6, {"b": 1}, ["a", "b"])
+    ((5, {}), (5, {'a': 1}), (5, {'a': -1}))
+    """
+    more = begun + 1 - updated
+    if not more:
+        return updated, dict(late)
+    moved = {path: late.get(path, 0) + more for path in trained}
+    return begun + 1, {path: missed for path, missed in moved.items() if missed}

@@ -1,12 +1,13 @@
 """Running a step function part by part, where no trace finds its schedule."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
 from fshard import tree
 from fshard.collectives.scope import cutting
 from fshard.errors import CommError, PeerError, ScheduleError
+from fshard.parts.ages import after_call, trained_leaves
 from fshard.parts.arguments import Arguments, check_origins, returned_states
 from fshard.parts.running import PART, not_of_the_step
 from fshard.runtime.comm import Communicator, digest, mesh_communicator
@@ -14,7 +15,7 @@ from fshard.runtime.comm.calls import announce
 from fshard.runtime.engine.rng import seeded
 from fshard.runtime.steps import raise_failure
 from fshard.runtime.steps.consensus import CUT, FAILED, OK
-from fshard.runtime.steps.handshake import Intent, different_schedules
+from fshard.runtime.steps.handshake import END, different_schedules
 from fshard.sharding.plan import Plan
 from fshard.state.memory import Memory
 from fshard.state.settle import complete
@@ -49,10 +50,7 @@ def piecewise(fn: Callable[..., Any], plan: Plan, given: Arguments, donate: bool
     with cutting(mesh):  # all ranks continue with new communicators
         _end(mesh_communicator(mesh), failure)
     assert returned is not None
-    following = tree.swap(lambda state: _kept(state, donate), TrainState, returned[0])
-    for state in given.states[: given.own] if donate else ():
-        state.memory.donate()
-    return following, returned[1]
+    return tree.swap(lambda state: _kept(state, given.states, donate), TrainState, returned[0]), returned[1]
 
 
 def _end(control: Communicator, failure: BaseException | None) -> None:
@@ -79,19 +77,18 @@ def _met(control: Communicator, failure: BaseException | None) -> tuple[bool, Ba
     Raises:
         BaseException: all of them are, and one has failed.
     """
-    end = digest("the end of the step")
     # A rank that only learned of a failure raises what the rank says that failed by itself.
     own = OK if failure is None else CUT if isinstance(failure, LEARNED) else FAILED
     try:
-        rows = announce(control, PART, [own, end, digest(()), -1, 0])
+        rows = announce(control, PART, [own, END.number, digest(()), -1, 0])
     except (ScheduleError, PeerError) as error:  # others are at a part that has a name of its own, or refuse it
         return False, failure or error
-    status, all_here = [row[0] for row in rows], all([row[1] == end for row in rows])
+    status, all_here = [row[0] for row in rows], all([row[1] == END.number for row in rows])
     try:
         if any(status):
             raise_failure(control, failure, status, own)
         if not all_here:
-            raise different_schedules(control, Intent(end, lambda: "the end of the step"))
+            raise different_schedules(control, END)
     except BaseException as error:
         if all_here:
             raise
@@ -106,14 +103,18 @@ def _lent(state: TrainState, number: int) -> TrainState:
     return replace(state, memory=memory)
 
 
-def _kept(state: TrainState, donate: bool) -> TrainState:
+def _kept(state: TrainState, given: Sequence[TrainState], donate: bool) -> TrainState:
     """A state that owns its memory: that of the state which it came from, or a copy."""
-    memory = state.memory
+    memory, before = state.memory, given[state.memory.origin or 0]
+    step, late = after_call(before.step, state.step, state.late, trained_leaves(state.plan))
     if not memory.lent:
         memory.origin = None
-        return state
-    shards = state.shards() if donate else state.shards().clone()
-    return replace(state, memory=Memory(state.plan, shards, memory.pending, memory.stale))
+    else:
+        shards = state.shards() if donate else state.shards().clone()
+        memory = Memory(state.plan, shards, memory.pending, memory.stale)
+    if donate:
+        before.memory.donate(memory)
+    return replace(state, step=step, late=late, memory=memory)
 
 
 def _check_returned(returned: Any, own: int) -> None:

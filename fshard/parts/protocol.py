@@ -15,6 +15,7 @@ import torch
 from fshard import tree
 from fshard.collectives.scope import bind
 from fshard.errors import TreeError
+from fshard.parts.ages import after_call, trained_leaves
 from fshard.parts.arguments import Arguments, Final, Result, check_mesh
 from fshard.parts.assemble import assemble, scheduled, task_of
 from fshard.parts.numbers import Numbers
@@ -47,6 +48,9 @@ from fshard.state.equal import Equal
 from fshard.state.memory import Memory
 from fshard.state.settle import complete
 from fshard.state.train_state import TrainState
+
+PATIENCE = 3
+"""Steps that may leave their schedule for such arguments before it stays: another recording takes a trace."""
 
 CALL = "step"
 """What ranks call it when they compare their calls."""
@@ -88,6 +92,7 @@ class StepRunner:
         self.choices: dict[Recorded, Choice] = {}
         self._recorded: dict[Hashable, tuple[Recorded | Untraced, Sequence[Plan]]] = {}
         self.replays: dict[Recorded, Replay] = {}
+        self._left: dict[Hashable, int] = {}  # how many steps have left their schedule
         self._equals: dict[int, Equal] = {}  # by the id of the plan, which lives as long as they do
         self._last: tuple[Pending, ...] = ()  # the updates that may still read the memory of this step's gradients
 
@@ -121,6 +126,7 @@ class StepRunner:
             if replay is not None:
                 replay.end()
         self._transport.abort(COLLECTIVES, "the step failed")
+        self._forget(given, replay)
         self.latest = Latest(apart=f"it left its schedule: {attempt.end.left or 'on another rank'}")
         return self.latest.apart
 
@@ -169,11 +175,24 @@ class StepRunner:
 
     def recorded(self, given: Arguments) -> Recorded | Untraced:
         """What the function does with such states and batches, if a trace can tell."""
-        plans = [state.plan for state in given.states]
-        key = signature(given.state), signature(given.batch), tuple(map(id, plans))
-        if key not in self._recorded:  # the plans live as long as their ids are keys
-            self._recorded[key] = record(self.fn, given, self.plan), plans
+        key = self._key(given)
+        if key not in self._recorded:
+            self._recorded[key] = record(self.fn, given, self.plan), [state.plan for state in given.states]
         return self._recorded[key][0]
+
+    def _forget(self, given: Arguments, replay: Replay) -> None:
+        """Record anew at the next call what the function does, which no longer does what was recorded."""
+        key = self._key(given)
+        self._left[key] = self._left.get(key, 0) + 1
+        if self._left[key] <= PATIENCE:
+            recorded = replay.step.recorded
+            self._recorded.pop(key, None)
+            for held in (self.replays, self.choices):
+                held.pop(recorded, None)
+
+    def _key(self, given: Arguments) -> Hashable:
+        """What arguments are recorded by. Plans live as long as their ids are keys."""
+        return signature(given.state), signature(given.batch), tuple([id(state.plan) for state in given.states])
 
     def trace(self, recorded: Recorded) -> Trace:
         """What is known of the step before it runs."""
@@ -304,19 +323,20 @@ class StepRunner:
         assert result is not None
         numbers = Numbers(replay, result, verdict.rules)
         numbers.check()
-        memories = iter([self._memory(replay, final, given.states, numbers, result.copied) for final in result.finals])
+        made = [self._memory(replay, final, given.states, numbers, result.copied) for final in result.finals]
         metrics = tree.map(numbers.named, result.metrics)
-        if self.donate:
-            for state in given.states[: given.own]:
-                state.memory.donate()
-        finals = iter(result.finals)
+        for final, memory in zip(result.finals, made, strict=True) if self.donate else ():
+            given.states[final.memory.origin].memory.donate(memory)
+        finals, memories = iter(result.finals), iter(made)
 
         def one(inside: TrainState) -> TrainState:
             final = next(finals)
             after = final.updates[0].state if final.updates else inside
             for updated in final.updates:
                 after = updated.part.after(after, numbers.skips(updated), numbers.overflows(updated))
-            return replace(after, memory=next(memories), past=given.states[final.memory.origin].past.compared())
+            before = given.states[final.memory.origin]
+            step, late = after_call(before.step, after.step, after.late, trained_leaves(before.plan))
+            return replace(after, step=step, late=late, memory=next(memories), past=before.past.compared())
 
         return tree.swap(one, TrainState, result.state), metrics
 

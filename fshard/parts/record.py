@@ -76,6 +76,12 @@ class RecordedUpdate:
     bank: int | None
     fresh: bool
 
+    def like(self, other: "RecordedUpdate") -> bool:
+        """Whether another update has this one's place in a schedule, and in the numbers that ranks exchange."""
+        mine, theirs = self.part, other.part
+        alike = mine is theirs or mine.paths == theirs.paths and len(mine.clip.rules) == len(theirs.clip.rules)
+        return alike and (self.origin, self.bank, self.fresh) == (other.origin, other.bank, other.fresh)
+
 
 @dataclass(frozen=True, eq=False)
 class Recorded:
@@ -248,9 +254,7 @@ class Recording(Composition):
     def recorded(self, result: Result, axes: Sequence[Axes]) -> Recorded:
         """What the function did."""
         versions = [(version.plan, version.given) for version in self.versions]
-        updates = [
-            _recorded(final, updated, updated in result.copied) for final in result.finals for updated in final.updates
-        ]
+        updates = recorded_updates(result)
         return Recorded(
             tuple(self.stages),
             tuple(versions),
@@ -294,6 +298,11 @@ def record(fn: Callable[..., Any], given: Arguments, plan: Plan) -> Recorded | U
 def part_of(spec: PassSpec) -> str:
     """The name of a pass's function."""
     return getattr(spec.fn, "__name__", "a function")
+
+
+def recorded_updates(result: Result) -> list[RecordedUpdate]:
+    """The updates that what a step function returned leaves to the next step."""
+    return [_recorded(final, each, each in result.copied) for final in result.finals for each in final.updates]
 
 
 def _recorded(final: Final, updated: Updated, copied: bool) -> RecordedUpdate:

@@ -1,10 +1,9 @@
 """A step function on its schedule: parts find the ops that the trace has foreseen, in their order."""
 
-import itertools
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,10 +12,12 @@ from fshard import tree
 from fshard.collectives.linear import Sum, apply
 from fshard.collectives.ranks import Ranks
 from fshard.collectives.raw import gather
+from fshard.parts.arguments import Result
 from fshard.parts.assemble import Assembled
 from fshard.parts.compose import Composition, number_of_means
 from fshard.parts.rates import check_rates, told_rate
-from fshard.parts.record import RecordedLocal, RecordedPass
+from fshard.parts.readings import Reading, answers, pair, squares
+from fshard.parts.record import RecordedLocal, RecordedPass, RecordedUpdate, recorded_updates
 from fshard.parts.running import Bank, Given, Number, RunningFlat, RunningMemory, Updated
 from fshard.runtime.engine.batch import check_detached, check_device, check_even, microbatches, signature
 from fshard.runtime.engine.loss import Mean, as_means, means_of
@@ -26,7 +27,7 @@ from fshard.runtime.execution.executor import Scheduled
 from fshard.runtime.memory import memory_space, values_of
 from fshard.runtime.memory.allocation import deallocate
 from fshard.runtime.steps import PassSpec
-from fshard.runtime.steps.consensus import RuleNorms, Verdict, joint_norm, read, root
+from fshard.runtime.steps.consensus import Verdict, joint_norm, root
 from fshard.runtime.steps.passes import Passes
 from fshard.runtime.steps.records import Measured
 from fshard.schedule.ops import LOCAL, ROOT
@@ -36,13 +37,6 @@ from fshard.state.equal import Equal
 from fshard.state.flat import Form
 from fshard.state.settle import fetch
 from fshard.training.metrics import combine_aux
-
-
-class Reading(NamedTuple):
-    """Numbers, some of them on a device, and what is made of them once they are read."""
-
-    values: Sequence[Tensor | float]
-    made: Callable[[Sequence[float]], Sequence[float]]
 
 
 @dataclass(frozen=True)
@@ -216,6 +210,16 @@ class Replay(Composition):
                 deallocate(chunk)
             self.dead.clear()
 
+    def result(self, returned: Any) -> Result:
+        """What the function returned, taken apart, if the function has done what the schedule holds."""
+        found = super().result(returned)
+        due, made = self.step.recorded.updates, recorded_updates(found)
+        if self.at < len(self.step.recorded.stages):
+            raise Mispredicted("the step function makes fewer passes, or reads fewer shards, than when it was traced")
+        if len(due) != len(made) or not all(map(RecordedUpdate.like, due, made)):
+            raise Mispredicted("the step function makes other updates than when it was traced")
+        return found
+
     def _due(self, kind: Any) -> Any:
         stages = self.step.recorded.stages
         if self.at >= len(stages) or not isinstance(stages[self.at], kind):
@@ -276,14 +280,14 @@ class Replay(Composition):
         """Copies of shards, updated."""
         rules = updated.part.rule_norms(updated.grads)
         told = told_rate(updated.lr)
-        summed = self._summed(updated.part.plan, Reading(told, list), _squares(rules))
+        summed = self._summed(updated.part.plan, Reading(told, list), squares(rules))
         check_rates(updated, summed[: len(told)])
-        squares = summed[len(told) :]
-        norm = joint_norm(squares)
+        parts = summed[len(told) :]
+        norm = joint_norm(parts)
         updated.part.check_finite(Verdict((), math.nan, norm, 1.0))
         self.numbers["norm", updated, 0] = norm
         shards = self.shards_of(before).clone()
-        pending = updated.part.pending(updated.state, updated.grads, [*map(root, squares)], 1.0, updated.lr)
+        pending = updated.part.pending(updated.state, updated.grads, [*map(root, parts)], 1.0, updated.lr)
         pending.detach()  # the function may read the gradients again, and the update spends them
         pending.finish(shards)
         plan = updated.part.plan
@@ -307,7 +311,7 @@ class Replay(Composition):
     def exchanged(self, value: Number) -> float:
         """A number, by an exchange of its own."""
         if value.kind == "norm":
-            return joint_norm(self._summed(value.of.part.plan, _squares(value.of.part.rule_norms(value.of.grads))))
+            return joint_norm(self._summed(value.of.part.plan, squares(value.of.part.rule_norms(value.of.grads))))
         plan, ran = self.step.recorded.passes[value.of].spec.plan, self.ran[value.of]
         pair = _total(ran) if value.kind == "loss" else _mean_totals(ran)[value.at]
         total, count = self._summed(plan, pair)
@@ -343,41 +347,19 @@ class Replay(Composition):
         for updated in updates:
             if isinstance(updated.grads, Bank):  # what lies in host memory must be there
                 self.step.passes[updated.grads.number].actions.gradients.arrive()
-            readings += [Reading(told_rate(updated.lr), list), _squares(updated.part.rule_norms(updated.grads))]
+            readings += [Reading(told_rate(updated.lr), list), squares(updated.part.rule_norms(updated.grads))]
         return answers(readings)
-
-
-def answers(readings: Sequence[Reading]) -> list[float]:
-    """What is made of some numbers, one after the other, by one read of each device."""
-    numbers = read([value for each in readings for value in each.values])
-    return [found for each in readings for found in each.made([*itertools.islice(numbers, len(each.values))])]
-
-
-def _pair(parts: Iterable[tuple[Tensor | float, Tensor | float]]) -> Reading:
-    """The total and the count of some of them."""
-    return Reading([*itertools.chain(*parts)], lambda numbers: (sum(numbers[::2]), sum(numbers[1::2])))
 
 
 def _total(ran: Ran) -> Reading:
     """The total and the count of a pass, over its microbatches; zeros of an evaluation."""
-    return _pair(ran.measured.losses)
+    return pair(ran.measured.losses)
 
 
 def _mean_totals(ran: Ran) -> list[Reading]:
     """The total and the count of each auxiliary mean of a pass, over its microbatches."""
     columns = zip(*[means_of(aux if ran.measured.losses else as_means(aux)) for aux in ran.measured.aux], strict=True)
-    return [_pair((mean.total, mean.count) for mean in column) for column in columns]
-
-
-def _squares(rules: Sequence[RuleNorms]) -> Reading:
-    """This rank's part of the squared norm of each clipping rule's leaves."""
-
-    def made(numbers: Sequence[float]) -> list[float]:
-        norms = iter(numbers)
-        shares = [[share for share, _ in rule] for rule in rules]
-        return [math.fsum([share * norm * norm for share, norm in zip(rule, norms, strict=False)]) for rule in shares]
-
-    return Reading([norm for rule in rules for _, norm in rule], made)
+    return [pair((mean.total, mean.count) for mean in column) for column in columns]
 
 
 def _marked(parts: Sequence[Any]) -> Any:

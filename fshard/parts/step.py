@@ -85,15 +85,21 @@ class Step(LatestRun):
         if not given.own:
             raise TreeError(f"step(state, batch): {described(state)} holds no state; fs.init_state makes one")
         late, self._late = self._late, None
-        with Shield(late) as shield, bind(self.plan.mesh, self.plan.data_axes):
-            result = self._runner.run(given, shield)
-        self._late = shield.late
-        if isinstance(result, str):
-            if result:
-                self._tell(result)
-            with bind(self.plan.mesh, self.plan.data_axes):
-                return piecewise(self._runner.fn, self.plan, given, self._runner.donate)
-        return result
+        result: Any = None
+        try:
+            with Shield(late) as shield, bind(self.plan.mesh, self.plan.data_axes):
+                result = self._runner.run(given, shield)
+            self._late = shield.late
+            if isinstance(result, str):
+                if result:
+                    self._tell(result)
+                with bind(self.plan.mesh, self.plan.data_axes):
+                    result = piecewise(self._runner.fn, self.plan, given, self._runner.donate)
+            made: tuple[Any, Any] = result
+            return made
+        except BaseException:
+            result = None  # a traceback that is kept must not hold the next state, which nobody else has
+            raise
 
     def _tell(self, why: str) -> None:
         """Say once that the parts run one by one."""

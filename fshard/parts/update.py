@@ -16,7 +16,7 @@ from fshard.optim.base import Optimizer, rate
 from fshard.optim.checks import is_optimizer, optimizer_meant
 from fshard.optim.contract import contract
 from fshard.optim.scaling import LossScale
-from fshard.parts.ages import Ages, ages_of
+from fshard.parts.ages import Ages, ages_of, trained_leaves
 from fshard.parts.running import PART, running_of
 from fshard.played.everywhere import made_on_each_rank
 from fshard.runtime.comm import collective_call, digest, mesh_communicator, refuse_nested
@@ -216,7 +216,7 @@ class UpdateStep:
             TreeError: its buffers are others.
             PlanError: the optimizer has no learning rate for the next step, or cannot count the updates of each leaf.
         """
-        self.updating.check(state)
+        self.updating.check(state, self._ages(state.late).relative)
         rate(self.updating.rated(lr).lr, state.step + 1)
 
     def fitting(self, grads: Any) -> Flat:
@@ -275,7 +275,7 @@ class UpdateStep:
         following.lent, following.origin = memory.lent, memory.origin
         made = replace(self.after(state, False), memory=following, past=state.past.compared())
         if self.donate and not memory.lent:
-            memory.donate()
+            memory.donate(following)
             flat.donate()
         return made
 
@@ -297,8 +297,7 @@ class UpdateStep:
     def _ages(self, late: Mapping[str, int]) -> Ages:
         """How it counts the leaves of a state."""
         if self._latest is None or self._latest.late != late:
-            trained = [path for path, leaf in self.plan.leaves.items() if leaf.trainable]
-            before, self._latest = self._latest, ages_of(late, self.paths, trained)
+            before, self._latest = self._latest, ages_of(late, self.paths, trained_leaves(self.plan))
             if before is None or before.relative != self._latest.relative:
                 self._slices = self.updating.slices(self._latest.relative)
         return self._latest

@@ -35,6 +35,32 @@ class Interrupted(KeyboardInterrupt):
         self.results = results
 
 
+class Gate:
+    """What threads wait for, until another opens it for good.
+
+    Unlike ``threading.Event``, which an interrupt can break in the middle of a wait, it is one lock.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._lock.acquire()
+
+    def set(self) -> None:
+        """Open it."""
+        self._lock.release()
+
+    def is_set(self) -> bool:
+        """Whether it is open."""
+        return not self._lock.locked()
+
+    def wait(self, seconds: float) -> bool:
+        """Wait for so long at most; whether it is open."""
+        found = self._lock.acquire(timeout=seconds)
+        if found:
+            self._lock.release()
+        return found
+
+
 class RankThread(threading.Thread):
     """The thread of one rank."""
 
@@ -46,7 +72,7 @@ class RankThread(threading.Thread):
         self.result: Any = None
         self.error: BaseException | None = None
         self.ended = False
-        self.over = threading.Event()  # to wait for: an interrupted join takes a thread for one that has ended
+        self.over = Gate()  # to wait for: an interrupted join takes a thread for one that has ended
         self.randomness: Any = None
         self.interrupted = False
         self.shields = 0
@@ -122,9 +148,14 @@ class Scheduler:
             thread.randomness = again or before
             thread.start()
         self.current = self.threads[0]
-        self._wait_for_all(waiting)
-        restore_randomness(before if again else self.threads[0].randomness)
-        self._raise()
+        try:
+            self._wait_for_all(waiting)
+            restore_randomness(before if again else self.threads[0].randomness)
+            self._raise()
+        except BaseException:
+            for thread in self.threads:
+                thread.result = None  # a traceback that is kept must not hold states that nobody else has
+            raise
         results = [thread.result for thread in self.threads]
         self.threads = []  # what the ranks were given goes when the caller lets go of it, and not with a cycle
         del self.current
@@ -154,7 +185,8 @@ class Scheduler:
                     alive[0].over.wait(GRACE)
                     thread = self.current
                     if not thread.is_alive():  # the interrupt came when it was about to wake the next one
-                        thread.ended, thread.error = True, thread.error or KeyboardInterrupt()
+                        if not thread.ended:
+                            thread.ended, thread.error = True, thread.error or KeyboardInterrupt()
                         self.switch(thread)
                     elif not thread.ended and not thread.shields and thread.waits is None:
                         _raise_in(thread)  # it computes for long, or waits outside of any collective

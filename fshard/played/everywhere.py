@@ -151,15 +151,20 @@ class OfAllRanks:
             late, self._all_late = self._all_late, None
             raise late
         mesh: Playable = self._all_plan.mesh  # type: ignore[assignment]
-        # What comes while no rank runs would take the joined state away from a caller whose state is donated.
-        with Shield() as shield:
-            try:
-                joined = mesh.join(mesh.run_waiting(on_rank, shield.opened))
-            except Interrupted as error:
-                self._all_late = KeyboardInterrupt()
-                joined = mesh.join(error.results)
-        self._all_late = shield.late or self._all_late
-        return joined
+        joined: Any = None
+        try:
+            # What comes while no rank runs would take the joined state away from a caller whose state is donated.
+            with Shield() as shield:
+                try:
+                    joined = mesh.run_waiting(on_rank, shield.opened)
+                except Interrupted as error:
+                    self._all_late, joined, error.results = KeyboardInterrupt(), error.results, []
+                joined = _joined_results(mesh, joined)
+            self._all_late = shield.late or self._all_late
+            return joined
+        except BaseException:
+            joined = None  # a traceback that is kept must not hold the next state, which nobody else has
+            raise
 
     def trace(self, *args: Any) -> Any:
         """As on a rank; outside of ``run`` the last argument is a global batch."""
@@ -189,6 +194,16 @@ def on_each_rank(fn: Callable[..., Any], step: Any, state: Any, batch: Any) -> A
     """What a function of a step, a state and a batch returns on every rank, joined, for those of all ranks."""
     plan = step._all_plan
     return play_joined(plan.mesh, lambda: fn(step._all_here(), state.here, part_of(batch, plan)))
+
+
+def _joined_results(mesh: Playable, results: list[Any]) -> Any:
+    """The joined results of a call. If they cannot be joined, nobody holds them, and states are as before the call."""
+    try:
+        return mesh.join(results)
+    except TreeError as error:
+        raise error.with_traceback(None) from None
+    finally:
+        results.clear()
 
 
 def _first_part(batch: Any, plan: Plan) -> Any:

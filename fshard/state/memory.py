@@ -1,5 +1,6 @@
 """The tensors behind a train state: buffers that steps update where they lie, and the trees that are read of them."""
 
+import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -87,6 +88,23 @@ def _fill(
         buffer[begin:end] = leaf.detach().reshape(-1)
 
 
+@dataclass(frozen=True)
+class Given:
+    """What a memory has given away, until the next state is used.
+
+    Attributes:
+        to: the memory of the next state, while anybody holds it.
+        shards: the shards, which it shares.
+        pending: the update that waited for them.
+        stale: the groups that lacked what other ranks had updated.
+    """
+
+    to: Callable[[], "Memory | None"]
+    shards: Shards
+    pending: Pending | Several | None
+    stale: dict[int, None]
+
+
 class Memory:
     """What a state holds: the shards, the update that still waits for them, and the trees that were read.
 
@@ -119,6 +137,8 @@ class Memory:
         self._params: Any = None
         self._opt: Any = None
         self._read: list[tuple[Tensor, int]] = []
+        self._given: Given | None = None
+        self._giver: Memory | None = None
 
     @classmethod
     def of(cls, layout: Layout, params: Any, opt_state: Any) -> "Memory":
@@ -130,6 +150,7 @@ class Memory:
     @property
     def donated(self) -> bool:
         """Whether a step has taken it."""
+        self._take_back()
         return self._shards is None and self._loose is None
 
     def shards(self, step: int) -> Shards:
@@ -142,6 +163,10 @@ class Memory:
         if self._loose is not None:
             self._shards = self._loose.pack(self._params, self._opt)
             self._loose = self._params = self._opt = None
+        self._take_back()
+        if self._giver is not None:  # somebody holds this memory, and what follows may write to it
+            self._giver._given = None
+            self._giver = None
         if self._shards is None:
             raise DonatedError(
                 f"the state of step {step} was donated to a train step, which updated its memory in place: "
@@ -223,16 +248,29 @@ class Memory:
         """Note that ranks have compared what they hold copies of."""
         self.compared = True
 
-    def donate(self) -> None:
-        """Give the memory away: every tensor that was read from it can no longer be used."""
+    def donate(self, to: "Memory | None" = None) -> None:
+        """Give the memory away: every tensor that was read from it can no longer be used.
+
+        Args:
+            to: the memory of the next state, which shares this one's tensors and has written to none of them. If nobody
+                holds it, because an interrupt came before the caller had it, this memory is as it was.
+        """
         read = [held for held in (self._params, self._opt) if held is not None]
         for tensor in tree.leaves(read) if read else ():
             if isinstance(tensor, Tensor):
                 with torch.no_grad():
                     tensor.set_()  # type: ignore[call-overload]
                 tensor.__class__ = Donated
+        if to is not None and self._shards is not None:
+            self._given, to._giver = Given(weakref.ref(to), self._shards, self.pending, self.stale), self
         self._shards = self.pending = self._params = self._opt = None
         self.stale = {}
+
+    def _take_back(self) -> None:
+        """Be as before ``donate`` if nobody holds the memory of the next state."""
+        given = self._given
+        if given is not None and given.to() is None:
+            self._given, self._shards, self.pending, self.stale = None, given.shards, given.pending, given.stale
 
     def check_unwritten(self) -> None:
         """Refuse memory whose ``params`` were written to: what is assigned there never reaches the shards.

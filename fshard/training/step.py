@@ -163,10 +163,15 @@ class TrainStep(OneFunction):
         refuse_transforms("a train step")
         expect_state(state, "step")
         late, self._late = self._late, None
-        with Shield(late) as shield:
-            result = self._make(state, batch, Asked(shield, lr, stop))
-        self._late = shield.late
-        return result
+        result = None
+        try:
+            with Shield(late) as shield:
+                result = self._make(state, batch, Asked(shield, lr, stop))
+            self._late = shield.late
+            return result
+        except BaseException:
+            result = None  # a traceback that is kept must not hold the next state, which nobody else has
+            raise
 
     def calibrate(self, batch: Any, rounds: int = 5, processors: float | None = None) -> Costs:
         """Measure the costs of the ops of this step on these ranks. Collective; the step itself stays as it is.
@@ -263,7 +268,7 @@ class TrainStep(OneFunction):
         past = state.past.compared()
         following = TrainState(self.plan, number, state.seed, memory, scale, count, state.late, past, summed)
         if self.options.donate:
-            state.memory.donate()
+            state.memory.donate(None if self._early else memory)
         return following, metrics
 
     def _memory(

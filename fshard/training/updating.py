@@ -35,8 +35,12 @@ class Updating:
     _fits: object = None  # where the latest state that fits keeps the optimizer's buffers
     _rated: tuple[float, Contract] | None = None  # the latest learning rate that was given, and the optimizer with it
 
-    def check(self, state: TrainState) -> None:
+    def check(self, state: TrainState, late: Mapping[str, int] | None = None) -> None:
         """Refuse a state that this optimizer cannot update.
+
+        Args:
+            state: the state.
+            late: how many updates fewer than the oldest of them leaves have had; by default those of the state.
 
         Raises:
             TreeError: it holds buffers of another optimizer.
@@ -54,8 +58,8 @@ class Updating:
                         f"and this optimizer"
                     )
             self._fits = layouts
-        if state.late:
-            check_late(self.opt.opt, state.late)
+        if late := state.late if late is None else late:
+            check_late(self.opt.opt, late)
 
     def slices(self, late: Mapping[str, int]) -> dict[int, tuple[UpdateSlice, ...]]:
         """What it updates, by group id, where some leaves have had so many updates fewer."""

@@ -152,7 +152,7 @@ def test_what_shares_a_state_is_donated_with_it() -> None:
     state, step = here()
     same, leaves = [copy.copy(state), dataclasses.replace(state, step=5)], tree.leaves(state)
     apart = [tree.map(lambda leaf: leaf, state), copy.deepcopy(state)]
-    step(state, batch(1, 0, 1))
+    kept, _ = step(state, batch(1, 0, 1))
     for other in (state, *same):
         with pytest.raises(DonatedError):
             other.params  # noqa: B018

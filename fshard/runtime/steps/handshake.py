@@ -9,7 +9,7 @@ from typing import Any
 from fshard.errors import ScheduleError, lines
 from fshard.runtime.comm import CALL_SITE_BYTES, Communicator, announce, exchange_bytes, exchange_text
 from fshard.runtime.comm.call_site import call_site
-from fshard.runtime.comm.facts import Facts, compare_numbers
+from fshard.runtime.comm.facts import Facts, compare_numbers, digest
 from fshard.runtime.steps.consensus import FAILED, OK
 from fshard.runtime.steps.failures import raise_failure
 from fshard.runtime.steps.modes import modes, number_of, with_modes
@@ -27,6 +27,10 @@ class Intent:
 
     number: int = 0
     text: Callable[[], str] = "gathered on demand".__str__
+
+
+END = Intent(digest("the end of the step"), "the end of the step".__str__)
+"""The intent of a rank whose step function is over, where its parts run one by one."""
 
 
 def agree(
@@ -72,7 +76,8 @@ def agree(
     status, schedules, numbers = zip(*[row[:3] for row in told], strict=True)
     if any(status):
         raise_failure(comm, failure, status)
-    compare_numbers(comm, numbers, facts if len(set(numbers)) == 1 else with_modes(facts, found))
+    if END.number not in schedules:  # a rank at the end of its step has no facts
+        compare_numbers(comm, numbers, facts if len(set(numbers)) == 1 else with_modes(facts, found))
     if len(set(schedules)) > 1:
         raise different_schedules(comm, intent)
     if unlike := rows.unlike([row[3:] for row in told]):
