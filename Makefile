@@ -24,7 +24,7 @@ endef
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help map mutations train bench gpu test quick parity fuzz faults hostile docs notebooks site lint format clean
+.PHONY: help map suites mutations train bench gpu test quick parity fuzz faults hostile docs notebooks site lint format clean
 
 help:  ## Show what can be made.
 	@sed -n 's/^\([a-z]*\):.*## /  make \1	/p' $(MAKEFILE_LIST)
@@ -59,6 +59,9 @@ faults: $(STAMP)  ## Kill ranks and spoil files at every phase, and write the ta
 
 hostile: $(STAMP)  ## Load ten thousand hostile files, each within bounds of memory and time.
 	$(BIN)/python -m tests.security.hostile --cases 10000 $(ARGS)
+
+suites: $(STAMP)  ## Run PyTorch's lists of modules, operators and optimizers as units of sharded models; ARGS="--every 10".
+	$(BIN)/python -m tests.suites $(ARGS)
 
 mutations: $(STAMP)  ## Put twenty seeded faults into copies of the tree: tests must catch each.
 	$(BIN)/python -m tests.project.mutations $(ARGS)
