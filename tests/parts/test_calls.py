@@ -11,7 +11,7 @@ from torch import Tensor
 
 import fshard as fs
 from fshard import P
-from fshard.errors import ScheduleError
+from fshard.errors import ScheduleError, TreeError
 
 OPT = fs.optim.adamw(0.1, weight_decay=0.0)
 BATCH = torch.linspace(-1, 1, 8 * 3).view(8, 3)
@@ -163,3 +163,31 @@ def test_a_flag_that_differs_between_ranks_is_an_error_on_all(flag: str) -> None
     tools.does = alike
     state, _ = tools.step(state, BATCH)
     assert state.step == 2
+
+
+@pytest.mark.filterwarnings("ignore:.*run one by one")
+@pytest.mark.parametrize("returned", ["scalar", "gradients", "rows"])
+def test_what_differs_between_ranks_is_refused_and_takes_no_state(returned: str) -> None:
+    """Outside of ``run`` it cannot be joined; the state is as before, and the next call continues from it."""
+    tools, on = Tools(2), [True]
+
+    def fn(state: Any, batch: Any) -> Any:
+        _, grads = tools.grad(state, batch)
+        state, metrics = tools.update(state, grads)
+        told = {"scalar": batch.mean(), "gradients": grads, "rows": batch}[returned]
+        return state, {"norm": metrics.grad_norm, **({"told": told} if on[0] else {})}
+
+    step = fs.make_step(fn, tools.plan)
+    state, kept = fs.init_state(tools.plan, OPT, params=whole()), list[Any]()
+    for number in range(3):
+        before = {path: leaf.clone() for path, leaf in fs.tree.paths(state.params)}
+        on[0] = True
+        try:
+            step(state, BATCH)
+        except TreeError as error:
+            kept[:] = [error]  # as notebooks keep the latest error
+        assert "differs between ranks" in str(kept[0]) and state.step == number
+        assert all(torch.equal(leaf, before[path]) for path, leaf in fs.tree.paths(state.params))
+        on[0] = False
+        state, _ = step(state, BATCH)
+    assert state.step == 3
