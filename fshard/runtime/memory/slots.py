@@ -184,7 +184,7 @@ class Slots:
             (leaf.path, x)
             for slots in self.groups
             for leaf, x in zip(slots.group.leaves, slots.leaves, strict=True)
-            if slots.group.trainable and not x.requires_grad
+            if leaf.trainable and not x.requires_grad
         ]
         for _, x in pairs:
             x.requires_grad_()
