@@ -1,13 +1,15 @@
 """Rename rules: names of leaves in other formats."""
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from fshard.arguments import expect
 from fshard.errors import PlanError, TreeError, lines
 from fshard.patterns import bad_regex, first_matches, idle
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -56,6 +58,31 @@ def _rule(number: int, given: Any) -> Rename:
     if not isinstance(rule, Rename):
         raise PlanError(f"rename[{number}] is {rule!r}: a rule is (pattern, new name) or fs.io.Rename(...)")
     return rule
+
+
+WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
+"""The names under which wrappers of PyTorch hold a module; its own tools take them off."""
+
+
+def plain_name(name: str) -> str:
+    """A name without wrappers of PyTorch, and without the ``module`` of DistributedDataParallel in front.
+
+    >>> plain_name("module._orig_mod.blocks.0._checkpoint_wrapped_module.weight")
+    'blocks.0.weight'
+    """
+    parts = [part for part in name.split(".") if part not in WRAPPERS]
+    return ".".join(parts[1:] if parts[0] == "module" else parts)
+
+
+def unwrapped(names: Mapping[str, T], known: Collection[str]) -> dict[str, T]:
+    """Names of a source, where one is not known but for wrappers, by the known one that it means."""
+    meant = {plain_name(name): name for name in known}
+    out = {name: value for name, value in names.items() if name in known}
+    for name, value in names.items():
+        target = meant.get(plain_name(name), name)
+        if name not in known:
+            out[name if target in out else target] = value
+    return out
 
 
 def decided(rules: Sequence[RenameLike], names: Iterable[str]) -> frozenset[str]:

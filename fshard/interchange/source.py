@@ -14,7 +14,7 @@ from torch import Tensor
 from fshard.checkpoint.ranges import blocks
 from fshard.checkpoint.tensorfile import TensorMeta
 from fshard.errors import TreeError, lines
-from fshard.interchange.rename import RenameLike, apply_rules
+from fshard.interchange.rename import RenameLike, apply_rules, unwrapped
 from fshard.model.philox import fold
 from fshard.optim.base import Optimizer
 from fshard.reading.problems import printable
@@ -106,7 +106,8 @@ def load(
     Each rank reads only its own part. The optimizer's state is new, unless ``fill`` is given: it is called with each
     entry of that state, and the origins of the leaves, which are empty for new leaves.
     """
-    names = apply_rules(rename, source.tensors, source.name)
+    known = {name for path, leaf in plan.leaves.items() for name in (path, *leaf.aliases)}
+    names = unwrapped(apply_rules(rename, source.tensors, source.name), known)
     origins = {
         path: [names[name] for name in (path, *leaf.aliases) if name in names] for path, leaf in plan.leaves.items()
     }

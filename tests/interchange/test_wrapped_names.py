@@ -1,0 +1,38 @@
+"""Names under wrappers of PyTorch: those of compiled, checkpointed and data-parallel modules are the module's own."""
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+import fshard as fs
+from fshard import tree
+from fshard.errors import TreeError
+
+
+def net() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2))
+
+
+def planned(module: nn.Module) -> fs.Plan:
+    return fs.make_plan(fs.split(module), fs.make_mesh((1,), ("data",)), [(".*", fs.fsdp("data"))])
+
+
+@pytest.mark.parametrize("prefix", ["", "module.", "_orig_mod.", "module._orig_mod.", "_orig_mod.module."])
+@pytest.mark.parametrize("inside", ["", "_checkpoint_wrapped_module."])
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_wrappers_are_taken_off(prefix: str, inside: str, wrapped: bool) -> None:
+    module, other = net(), net()
+    if wrapped:
+        other[1] = checkpoint_wrapper(other[1])
+    given = {f"{prefix}{name.replace('1.', f'1.{inside}')}": leaf for name, leaf in module.state_dict().items()}
+    state = fs.io.from_state_dict(given, planned(other))
+    found = [leaf for _, leaf in tree.paths(fs.unshard(state.params, state.plan))]
+    assert all(torch.equal(a, b) for a, b in zip(found, module.state_dict().values(), strict=True))
+
+
+def test_a_name_that_is_there_is_not_taken_twice() -> None:
+    given = dict(net().state_dict())
+    given["module.0.weight"] = given["0.weight"]
+    with pytest.raises(TreeError, match=r"unexpected  module.0.weight"):
+        fs.io.from_state_dict(given, planned(net()))
