@@ -26,7 +26,7 @@ def hugging_face(model: Model) -> Forward:
         model: what ``fs.split`` made of a ``...ForCausalLM``.
 
     Raises:
-        PlanError: the model takes no cache of ``transformers`` (RWKV), or makes one of its own (xLSTM).
+        PlanError: the model takes no cache of ``transformers`` (RWKV), or has one of its own (xLSTM, MiniMax).
 
     Example::
 
@@ -38,7 +38,7 @@ def hugging_face(model: Model) -> Forward:
     takes = set(inspect.signature(kind.forward).parameters)
     name = next((name for name in CACHES if name in takes), None)
     config = getattr(model.module, "config", None)
-    if name is None or config is None:
+    if name is None or config is None or _own_cache(kind):
         raise _no_cache(kind)
     make = import_module("transformers").DynamicCache
 
@@ -52,12 +52,19 @@ def hugging_face(model: Model) -> Forward:
         if "position_ids" in takes:
             options["position_ids"] = places.positions
         out = model.apply(params, input_ids=tokens, training=False, **options)
-        made = getattr(out, name)
+        made = getattr(out, name, None)
         if type(made) is not type(past):
             raise _no_cache(kind)
         return out.logits, taken(made)
 
     return forward
+
+
+def _own_cache(kind: type) -> bool:
+    """Whether a model's own file has a class of caches."""
+    library, file = import_module("transformers.cache_utils"), import_module(kind.__module__)
+    found = [value for value in vars(file).values() if isinstance(value, type) and issubclass(value, library.Cache)]
+    return any(value.__module__ == kind.__module__ for value in found)
 
 
 def _no_cache(kind: type) -> PlanError:

@@ -15,6 +15,9 @@ transformers = pytest.importorskip("transformers")
 
 PROMPTS = [[5, 6, 7, 8, 9], [10, 11, 12], [13, 14, 15, 16, 17]]
 
+OWN = ("MiniMaxForCausalLM", "RecurrentGemmaForCausalLM")
+"""Models whose cache is of a kind of its own, or that return none."""
+
 
 def theirs(net: Any, prompt: list[int], count: int) -> list[int]:
     """What the model's own function goes on with."""
@@ -46,10 +49,17 @@ def test_some_hybrids_go_on_as_their_own_generate(name: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", MIXTURES)
+@pytest.mark.parametrize("name", [name for name in MIXTURES if name not in OWN])
 @pytest.mark.parametrize("world", [1, 2])
 def test_every_mixture_goes_on_as_its_own_generate(name: str, world: int) -> None:
     check(mixture(name), PROMPTS, world)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", OWN)
+def test_caches_of_their_own_are_refused(name: str) -> None:
+    with pytest.raises(PlanError, match=f"{name} takes no DynamicCache"):
+        check(mixture(name), PROMPTS, 1)
 
 
 def test_models_without_such_a_cache_are_refused() -> None:
