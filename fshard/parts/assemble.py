@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 
 from torch import Tensor
 
+from fshard.parts.copies import axes_of_copies
 from fshard.parts.rates import TOLD
 from fshard.parts.record import Recorded, RecordedLocal, RecordedPass
 from fshard.runtime.comm.facts import digest
@@ -22,6 +23,7 @@ from fshard.schedule.policy import Policy
 from fshard.schedule.schedule import Schedule
 from fshard.schedule.stages import Local, Pass, Stages
 from fshard.schedule.transfers import KINDS, Transfer, awaited, started
+from fshard.sharding.mesh import Axes
 from fshard.sharding.plan import Plan
 
 
@@ -237,9 +239,14 @@ class Assembled:
     @functools.cached_property
     def width(self) -> int:
         """How many numbers ranks exchange at the end of the step."""
-        return sum(2 + 2 * means for means in self.means) + sum(
-            TOLD + len(update.part.clip.rules) for update in self.recorded.updates
-        )
+        numbers = sum(2 + 2 * means for means in self.means)
+        numbers += sum(TOLD + len(update.part.clip.rules) for update in self.recorded.updates)
+        return numbers + len(self.copied)
+
+    @functools.cached_property
+    def copied(self) -> list[Axes]:
+        """The sets of axes over which ranks hold copies of what the step trains."""
+        return axes_of_copies([plan for plan, _ in self.recorded.versions])
 
     @property
     def schedule(self) -> Schedule:

@@ -267,7 +267,7 @@ class StepRunner:
             return Attempt(end, None), failed
         with self._transport.program():
             attempt = _tallied(replay, result, end)
-        return attempt, exchange_sums(control, attempt.end.status, attempt.numbers, step.width)
+        return attempt, exchange_sums(control, attempt.end.status, attempt.numbers, step.width, len(step.copied))
 
     def _started(self, replay: Replay, given: Arguments, shield: Shield) -> Scheduled:
         """The executor of a step on these states, whose waiting updates it applies."""
@@ -321,6 +321,7 @@ class StepRunner:
         """The next states, and the metrics."""
         result = attempt.result
         assert result is not None
+        replay.marks.check(mesh_communicator(self.plan.mesh), self.plan.mesh, replay.step.copied, verdict.told)
         numbers = Numbers(replay, result, verdict.rules)
         numbers.check()
         made = [self._memory(replay, final, given.states, numbers, result.copied) for final in result.finals]

@@ -15,6 +15,7 @@ from fshard.collectives.raw import gather
 from fshard.parts.arguments import Result
 from fshard.parts.assemble import Assembled
 from fshard.parts.compose import Composition, number_of_means
+from fshard.parts.copies import Marks
 from fshard.parts.rates import check_rates, told_rate
 from fshard.parts.readings import Reading, answers, pair, squares
 from fshard.parts.record import RecordedLocal, RecordedPass, RecordedUpdate, recorded_updates
@@ -96,6 +97,7 @@ class Replay(Composition):
     givens: dict[int, Given] = field(default_factory=dict)
     slots: dict[int, dict[int, Tensor]] = field(default_factory=dict)
     placed: set[int] = field(default_factory=set)
+    marks: Marks = field(default_factory=Marks)
 
     @property
     def step(self) -> Assembled:
@@ -107,7 +109,7 @@ class Replay(Composition):
         """Begin a step."""
         self.states, self.executor = states, executor
         self._clear()
-        for held in (self.dead, self.numbers, self.scales, self.complete, self.read, self.placed):
+        for held in (self.dead, self.numbers, self.scales, self.complete, self.read, self.placed, self.marks):
             held.clear()
         self.at = self.locals = self.passes = 0
         self.over = False
@@ -278,6 +280,7 @@ class Replay(Composition):
 
     def updated(self, updated: Updated, before: RunningMemory) -> Any:
         """Copies of shards, updated."""
+        self._mark("gradients", updated.grads)
         rules = updated.part.rule_norms(updated.grads)
         told = told_rate(updated.lr)
         summed = self._summed(updated.part.plan, Reading(told, list), squares(rules))
@@ -348,7 +351,19 @@ class Replay(Composition):
             if isinstance(updated.grads, Bank):  # what lies in host memory must be there
                 self.step.passes[updated.grads.number].actions.gradients.arrive()
             readings += [Reading(told_rate(updated.lr), list), squares(updated.part.rule_norms(updated.grads))]
-        return answers(readings)
+            self._mark("gradients", updated.grads)
+        return answers([*readings, Reading(self.marks.values(self.step.copied), list)])
+
+    def replaced(self, memory: RunningMemory, params: Any) -> RunningMemory:
+        """A state of this step with other parameters, of which ranks compare copies."""
+        made = super().replaced(memory, params)
+        self._mark("parameters", made.source)
+        return made
+
+    def _mark(self, what: str, flat: Any) -> None:
+        """Note copies, unless a reduction made them, or they were given."""
+        if not isinstance(flat, Bank | Given):
+            self.marks.note(what, flat)
 
 
 def _total(ran: Ran) -> Reading:

@@ -17,6 +17,7 @@ from fshard.optim.checks import is_optimizer, optimizer_meant
 from fshard.optim.contract import contract
 from fshard.optim.scaling import LossScale
 from fshard.parts.ages import Ages, ages_of, trained_leaves
+from fshard.parts.copies import Marks, axes_of_copies
 from fshard.parts.running import PART, running_of
 from fshard.played.everywhere import made_on_each_rank
 from fshard.runtime.comm import collective_call, digest, mesh_communicator, refuse_nested
@@ -27,7 +28,7 @@ from fshard.runtime.memory.norms import norms_of, share_of
 from fshard.runtime.memory.optimizer_layout import UpdateSlice
 from fshard.runtime.steps import refuse_transforms, scalar
 from fshard.runtime.steps.clip import norms_by_rule, read_clip
-from fshard.runtime.steps.consensus import FAILED, RuleNorms, Tally, Verdict, consensus, tally
+from fshard.runtime.steps.consensus import FAILED, RuleNorms, Tally, Verdict, consensus, read, tally
 from fshard.runtime.steps.decide import not_finite
 from fshard.runtime.steps.failures import raise_failure
 from fshard.runtime.steps.handshake import Intent, agree
@@ -179,14 +180,20 @@ class UpdateStep:
     def _norms(self, flat: Flat) -> Verdict:
         """Ask all ranks for the norms of gradients."""
         comm, failure, mine = mesh_communicator(self.plan.mesh), None, Tally(FAILED)
+        over, marks = axes_of_copies([self.plan]) if comm.size > 1 else [], Marks()
+        own = [0.0] * len(over)
         try:
+            if over:
+                marks.note("gradients", flat)
+                own = [*read(marks.values(over))]
             mine = tally((), self.rule_norms(flat), (), (), False, False)
             mine = replace(mine, sumsq=math.fsum(mine.rules) if all(map(math.isfinite, mine.rules)) else math.nan)
         except Exception as error:  # a device reports late what went wrong there
             failure = error
-        verdict = consensus(comm, mine, 1, 1, 1.0, len(self.clip.rules))
+        verdict = consensus(comm, mine, 1, 1, 1.0, len(self.clip.rules), own)
         if verdict.worst == FAILED:
             raise_failure(comm, failure, verdict.status)
+        marks.check(comm, self.plan.mesh, over, verdict.told)
         return verdict
 
     def rule_norms(self, flat: Flat) -> list[RuleNorms]:

@@ -70,6 +70,7 @@ class Verdict:
         count: of elements of the global batch, if the loss is an ``fs.Mean``, else 0.
         rules: the norm of the sums of gradients of each clipping rule's leaves; empty unless it was asked for.
         means: the global mean of each auxiliary mean.
+        told: the numbers of each rank that are not summed.
     """
 
     status: tuple[int, ...]
@@ -80,6 +81,7 @@ class Verdict:
     count: float = 0.0
     rules: tuple[float, ...] = ()
     means: tuple[float, ...] = field(default=(), repr=False)
+    told: Sequence[Sequence[float]] = field(default=(), repr=False)
 
     @property
     def worst(self) -> int:
@@ -162,7 +164,9 @@ def _stacked(tensors: Sequence[Tensor]) -> list[float]:
 NDIM = operator.attrgetter("ndim")
 
 
-def consensus(comm: Communicator, mine: Tally, parts: int, copies: int, divided: float, rules: int = 0) -> Verdict:
+def consensus(
+    comm: Communicator, mine: Tally, parts: int, copies: int, divided: float, rules: int = 0, own: Sequence[float] = ()
+) -> Verdict:
     """Exchange the tallies of all ranks.
 
     Args:
@@ -172,13 +176,15 @@ def consensus(comm: Communicator, mine: Tally, parts: int, copies: int, divided:
         copies: how many ranks work on the same part.
         divided: what gradients were divided by: the parts, unless the loss was scaled or a short dtype needs otherwise.
         rules: for how many clipping rules there are norms.
+        own: numbers that are not summed, but told by rank; as many on all ranks.
 
     Raises:
         LossError: losses or auxiliary means differ in kind between ranks; on all of them alike.
     """
     row = [mine.status, mine.sumsq, mine.total, mine.count, mine.weighted, *mine.named, mine.stop]
     row += [*mine.rules, *[0.0] * (rules - len(mine.rules)), *mine.means[: 2 * MEANS]]
-    rows = _exchanged(comm, row, HEAD + rules + 2 * MEANS)
+    width = HEAD + rules + 2 * MEANS
+    rows = _exchanged(comm, [*row, *[0.0] * (width - len(row)), *own], width + len(own))
     status = tuple([int(row[0]) for row in rows])
     if not any(status) and len({tuple(row[4:7]) for row in rows}) > 1:
         raise unlike_losses([(bool(row[4]), int(row[5]), int(row[6])) for row in rows])
@@ -192,10 +198,10 @@ def consensus(comm: Communicator, mine: Tally, parts: int, copies: int, divided:
     by_rule = tuple([root(square) for square in more[:rules]])
     means = () if any(status) else _means(comm, more[rules:], mine.means[2 * MEANS :])
     stop = any([row[7] for row in rows])
-    return Verdict(status, loss, scale * root(sumsq), scale, stop, elements, by_rule, means)
+    return Verdict(status, loss, scale * root(sumsq), scale, stop, elements, by_rule, means, [r[width:] for r in rows])
 
 
-def exchange_sums(comm: Communicator, status: int, values: Sequence[float], width: int) -> Verdict:
+def exchange_sums(comm: Communicator, status: int, values: Sequence[float], width: int, more: int = 0) -> Verdict:
     """Exchange how each rank's part of a step went, and numbers, which are summed in rank order.
 
     Args:
@@ -203,13 +209,16 @@ def exchange_sums(comm: Communicator, status: int, values: Sequence[float], widt
         status: how this rank's part went.
         values: its numbers; none if it failed.
         width: how many there are, equal on all ranks.
+        more: how many of them, the last ones, are not summed, but told by rank.
 
     Returns:
         The verdict, whose ``rules`` are the sums. It has no loss and no norm of its own.
     """
     rows = _exchanged(comm, [status, *values], 1 + width)
-    sums = tuple([_sum([row[i] for row in rows]) for i in range(1, len(rows[0]))])
-    return Verdict(tuple([int(row[0]) for row in rows]), math.nan, math.nan, 1.0, rules=sums)
+    end = len(rows[0]) - more  # one rank alone sends none that are missing
+    sums = tuple([_sum([row[i] for row in rows]) for i in range(1, end)])
+    told = [row[end:] for row in rows] if more else ()
+    return Verdict(tuple([int(row[0]) for row in rows]), math.nan, math.nan, 1.0, rules=sums, told=told)
 
 
 def _sum(values: Sequence[float]) -> float:
