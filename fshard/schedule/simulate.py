@@ -29,7 +29,7 @@ from fshard.arguments import expect, size_text
 from fshard.schedule import refusals
 from fshard.schedule.clock import Clock, Fleet, Ticks
 from fshard.schedule.costs import Costs, Noise
-from fshard.schedule.ops import LOCAL, ROOT, Op
+from fshard.schedule.ops import LOCAL, ROOT, STEP_KINDS, Op
 from fshard.schedule.schedule import Schedule
 from fshard.schedule.transfers import Transfer, awaited
 from fshard.schedule.wires import covered
@@ -245,8 +245,10 @@ def measured(
     under_way: dict[tuple[str, str], int] = {}
     spans: dict[str, list[tuple[float, float]]] = {}
     held, total = 0.0, between(schedule).total()
+    meet = STEP_KINDS if any(move.sent for move in moves.values()) else ()
     for at, op in enumerate(schedule):
         row = awaited(op.kind)
+        held += ends[at] - starts[at] if op.kind in meet else 0.0
         if (op.kind, op.target) in moves:
             under_way[op.kind, op.target] = at
             total += moves[op.kind, op.target].sent

@@ -77,8 +77,10 @@ class Metrics:
         """All numbers as plain Python numbers by name, for ``json.dumps``: what trackers get.
 
         Names are ``loss``, ``grad_norm``, ``lr``, ``skipped``, ``aux/...``, ``grad_norms/...``, ``seconds``, and where
-        they are known ``elements``, ``elements_per_second``, ``exposed`` and ``flops``. Of ``aux`` it has
-        the values that are numbers.
+        they are known ``elements``, ``elements_per_second``, ``exposed`` and ``flops``. On several ranks there are
+        ``busy_max``, ``busy_min`` and ``busy_max_rank``: the most and the fewest seconds that a rank took from the end
+        of the step before without waiting for others, and the rank that took the most. Of ``aux`` it has the values
+        that are numbers.
 
         >>> metrics = Metrics(torch.tensor(0.5), torch.tensor(2.0), {"accuracy": torch.tensor(0.75)}, lr=0.1)
         >>> metrics.scalars()
@@ -86,6 +88,8 @@ class Metrics:
         """
         found: dict[str, Any] = {"loss": self.loss, "grad_norm": self.grad_norm, "lr": self.lr, "skipped": self.skipped}
         found |= {"aux": self.aux, "grad_norms": self.grad_norms, "seconds": self.ran.seconds}
+        if (busy := self.ran.busy) and max(busy):
+            found |= {"busy_max": max(busy), "busy_min": min(busy), "busy_max_rank": self.ran.slowest}
         if self.elements:
             found |= {"elements": self.elements, "elements_per_second": self.rate()}
         told = {"exposed": self.ran.exposed, "flops": self.ran.flops}

@@ -6,12 +6,9 @@ from dataclasses import dataclass, field
 
 import torch
 
+from fshard.runtime.steps.pace import TRANSFERS, WAITS, waited
 from fshard.schedule.ops import Op
 from fshard.schedule.schedule import Schedule
-from fshard.schedule.transfers import KINDS
-
-WAITS = frozenset(row.wait for row in KINDS.values() if row.link)
-"""The ops that wait for something that travels between ranks."""
 
 
 @dataclass(frozen=True)
@@ -27,6 +24,8 @@ class Ran:
         schedule: its schedule; None if it ran on demand.
         record: the ops that it ran.
         times: when each of them began, and when the last one was over.
+        busy: by rank, the seconds since the end of the step before in which it did not wait for others; empty on one
+            rank. The rank with the most is the one that others wait for.
     """
 
     seconds: float = 0.0
@@ -35,10 +34,17 @@ class Ran:
     schedule: Schedule | None = field(default=None, repr=False)
     record: Sequence[Op] = field(default=(), repr=False)
     times: Sequence[float] = field(default=(), repr=False)
+    busy: Sequence[float] = field(default=(), repr=False)
+
+    @property
+    def slowest(self) -> int | None:
+        """The rank that was busy longest; None on one rank."""
+        return self.busy.index(max(self.busy)) if self.busy else None
 
     @functools.cached_property
     def exposed(self) -> float | None:
-        """Seconds in which the step waited for transfers between ranks, sums of what has arrived included.
+        """Seconds in which the step waited for other ranks: for transfers, sums of what has arrived included, and where
+        ranks meet, at its begin and its end.
 
         None where they are not known: the step ran on demand or left its schedule, or runs on a device that the host
         runs ahead of.
@@ -46,4 +52,4 @@ class Ran:
         ops = self.record
         if self.device.type != "cpu" or self.schedule is None or len(self.times) != len(ops) + 1:
             return None
-        return sum([self.times[at + 1] - self.times[at] for at, op in enumerate(ops) if op.kind in WAITS])
+        return waited(ops, self.times, WAITS if self.busy else TRANSFERS)

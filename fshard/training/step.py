@@ -39,6 +39,7 @@ from fshard.runtime.steps import (
     scalar,
     widened,
 )
+from fshard.runtime.steps.addresses import where
 from fshard.runtime.steps.decide import not_finite
 from fshard.runtime.steps.float16 import overflowed
 from fshard.runtime.steps.watched import watched
@@ -212,7 +213,7 @@ class TrainStep(OneFunction):
         with bind(self.plan.mesh, self.plan.data_axes):
             outcome = self._runner.run(self._request(state, batch, update, asked))
         state.memory.note_compared()
-        return self._conclude(state, update, outcome, asked, self._ran(batch, begun))
+        return self._conclude(state, update, outcome, asked, self._ran(batch, begun, outcome))
 
     def _request(self, state: TrainState, batch: Any, update: Update, asked: Asked) -> Request:
         decide, scale = self._decide, self._scale_of(state)
@@ -238,12 +239,13 @@ class TrainStep(OneFunction):
         self._updating.rated(lr)
         self._decide.refuse(state.step)
 
-    def _ran(self, batch: Any, begun: float) -> Ran:
+    def _ran(self, batch: Any, begun: float, outcome: Outcome) -> Ran:
         """How the step ran on this rank, which began it at this time."""
         runner, device = self._runner, self.plan.mesh.device
         latest = runner.latest
         flops = runner.finder.flops(batch)
-        return Ran(perf_counter() - begun, flops, device, latest.schedule, latest.record, latest.times)
+        busy = [row[0] for row in outcome.verdict.told] if self.plan.mesh.size > 1 else []
+        return Ran(perf_counter() - begun, flops, device, latest.schedule, latest.record, latest.times, busy)
 
     def _conclude(
         self, state: TrainState, update: Update, outcome: Outcome, asked: Asked, ran: Ran
@@ -252,7 +254,7 @@ class TrainStep(OneFunction):
         verdict, decide, scale = outcome.verdict, self._decide, self._scale_of(state)
         overflow = overflowed(self.options.loss_scale, scale, verdict)
         if not overflow:
-            self._check_numbers(verdict)
+            self._check_numbers(verdict, state.step)
         factor = decide.mean(state.step, state.count, verdict)
         summed = state.summed if overflow else decide.summed(state.step, state.summed, verdict)
         metrics = self._metrics(state.step, outcome, factor, overflow, ran)
@@ -316,9 +318,11 @@ class TrainStep(OneFunction):
         """Where loss scaling stands; None for a step without it."""
         return None if (rule := self.options.loss_scale) is None else state.scale or rule.start()
 
-    def _check_numbers(self, verdict: Verdict) -> None:
+    def _check_numbers(self, verdict: Verdict, step: int) -> None:
         if not math.isfinite(verdict.norm) or not math.isfinite(verdict.loss):
-            raise not_finite(verdict, self._early)
+            comm, early = self._runner.programs.comms.control, self._early
+            shards = {} if early else self._decide.grads.shards
+            raise not_finite(verdict, early, [f"step {step + 1}", *where(self.plan, shards, comm)])
         if self.options.running.debug and not self._early:
             check_copies(self.plan, self._decide.grads.shards, self._runner.programs.comms.control)
 

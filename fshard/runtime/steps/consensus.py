@@ -56,6 +56,11 @@ class Tally:
     rules: tuple[float, ...] = ()
     means: tuple[float, ...] = ()
 
+    @property
+    def mean(self) -> float:
+        """This rank's own loss; 0 where it has none."""
+        return self.total / self.count if self.count else 0.0
+
 
 @dataclass(frozen=True)
 class Verdict:

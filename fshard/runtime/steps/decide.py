@@ -1,12 +1,13 @@
 """What a train step decides beside its schedule: whether it updates or skips, and what its gradients become."""
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 
-from fshard.errors import LossError, NonFiniteError
+from fshard.errors import LossError, NonFiniteError, lines
 from fshard.optim.around import CARRIED
 from fshard.optim.base import rate
 from fshard.optim.contract import Contract
@@ -211,10 +212,21 @@ def _mixed(step: int, weighted: bool, kept: str, remedy: str) -> LossError:
     )
 
 
-def not_finite(verdict: Verdict, early: bool) -> NonFiniteError:
-    """A gradient, or a loss, that is not finite; ``early`` says that it was applied in the backward."""
+def not_finite(verdict: Verdict, early: bool, where: Sequence[str] = ()) -> NonFiniteError:
+    """A gradient, or a loss, that is not finite.
+
+    Args:
+        verdict: of the step.
+        early: whether the gradient was applied in the backward.
+        where: the step, and the leaves that it is found in.
+    """
     after = "parameters were updated with it" if early else "nothing was updated and the state can be used again"
+    losses = [f"rank {rank}: its own loss is {row[1]}" for rank, row in enumerate(verdict.told) if len(row) > 1]
+    bad = [line for line, row in zip(losses, verdict.told, strict=False) if not math.isfinite(row[1])]
     return NonFiniteError(
-        f"the gradient norm is {verdict.norm} and the loss {verdict.loss}: {after}. Look for inf or nan in the "
-        f"batch, for a count of 0 or an empty batch, or lower the learning rate"
+        lines(
+            f"the gradient norm is {verdict.norm} and the loss {verdict.loss}: {after}.",
+            [*where, *(bad if len(losses) > 1 else ())],
+            "Look for inf or nan in the batch, for a count of 0 or an empty batch, or lower the learning rate",
+        )
     )

@@ -40,6 +40,7 @@ from fshard.runtime.steps.failures import left_in_backward, raise_failure, repor
 from fshard.runtime.steps.finder import Finder, Fn
 from fshard.runtime.steps.float16 import divisor_of
 from fshard.runtime.steps.handshake import Intent, agree
+from fshard.runtime.steps.pace import Pace
 from fshard.runtime.steps.passes import Passes
 from fshard.runtime.steps.programs import Prepared, Programs
 from fshard.runtime.steps.records import Agreed, Latest, Measured, Outcome, Ran, Ready, Request
@@ -76,6 +77,7 @@ class Runner:
         self.in_backward = programs.train and programs.policy.update == "in_backward"
         self.divisor = divisor_of(self.plan, self.parts, self.in_backward)
         self.passes = Passes(fn, programs.train, self.in_backward, self.divisor)
+        self._pace = Pace()
         self._retries = 0
         self._told = False
 
@@ -318,7 +320,9 @@ class Runner:
         with comms.transport.program():
             end, mine = self._tally(ran) if end.status == OK else (end, Tally(end.status))
         copies, divided = self.plan.mesh.size // self.plan.data_size, self.divisor / given.loss_scale
-        verdict = consensus(comms.control, mine, self.parts, copies, divided, given.rules)
+        busy = self._pace.busy(self.latest.record, self.latest.times) if comms.control.size > 1 else 0.0
+        verdict = consensus(comms.control, mine, self.parts, copies, divided, given.rules, (busy, mine.mean))
+        self._pace.over()
         return Outcome(verdict, ran.measured, end, ran.agreed.uneven, divided)
 
     def _tally(self, ran: Ran) -> tuple[End, Tally]:
