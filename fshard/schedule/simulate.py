@@ -245,10 +245,8 @@ def measured(
     under_way: dict[tuple[str, str], int] = {}
     spans: dict[str, list[tuple[float, float]]] = {}
     held, total = 0.0, between(schedule).total()
-    meet = STEP_KINDS if any(move.sent for move in moves.values()) else ()
     for at, op in enumerate(schedule):
         row = awaited(op.kind)
-        held += ends[at] - starts[at] if op.kind in meet else 0.0
         if (op.kind, op.target) in moves:
             under_way[op.kind, op.target] = at
             total += moves[op.kind, op.target].sent
@@ -259,8 +257,14 @@ def measured(
             if arrivals and begun in arrivals:
                 starts[begun], ends[begun] = (time - times[0] for time in arrivals[begun])
             spans.setdefault(moves[row.name, op.target].axes, []).append((starts[begun], ends[begun]))
+    held += _meeting(schedule, times) if total or moves else 0.0
     wire = max(map(covered, spans.values()), default=0.0)
     return Simulation(schedule, tuple(issued[:-1]), tuple(starts), tuple(ends), issued[-1] - held, wire, total)
+
+
+def _meeting(schedule: Schedule, times: Sequence[float]) -> float:
+    """Seconds in which a rank met the others, at the begin and at the end of a step."""
+    return sum([times[at + 1] - times[at] for at, op in enumerate(schedule) if op.kind in STEP_KINDS])
 
 
 def time_text(seconds: float) -> str:

@@ -203,7 +203,12 @@ def consensus(
     by_rule = tuple([root(square) for square in more[:rules]])
     means = () if any(status) else _means(comm, more[rules:], mine.means[2 * MEANS :])
     stop = any([row[7] for row in rows])
-    return Verdict(status, loss, scale * root(sumsq), scale, stop, elements, by_rule, means, [r[width:] for r in rows])
+    return Verdict(status, loss, scale * root(sumsq), scale, stop, elements, by_rule, means, _beyond(rows, width))
+
+
+def _beyond(rows: Sequence[Sequence[float]], width: int) -> list[Sequence[float]]:
+    """What follows the numbers that are summed, by rank."""
+    return [row[width:] for row in rows]
 
 
 def exchange_sums(comm: Communicator, status: int, values: Sequence[float], width: int, more: int = 0) -> Verdict:
