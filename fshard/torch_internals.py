@@ -41,6 +41,7 @@ dispatch_modes = torch._C._len_torch_dispatch_stack
 function_modes = torch._C._len_torch_function_stack
 any_autocast = torch._C._is_any_autocast_enabled
 disable_current_modes = _python_dispatch._disable_current_modes
+dispatch_mode_stack: Callable[[], list[Any]] = _python_dispatch._get_current_dispatch_mode_stack
 function_mode_stack: Callable[[], list[Any]] = overrides._get_current_function_mode_stack
 tracing_state = torch._C._get_tracing_state
 cudnn_deterministic = torch._C._get_cudnn_deterministic

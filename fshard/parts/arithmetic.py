@@ -1,6 +1,6 @@
 """Arithmetic on trees of shards: one kernel a group where the tree knows its chunks, else one call for all leaves."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -9,7 +9,8 @@ from torch import Tensor
 from fshard import tree
 from fshard.arguments import described
 from fshard.errors import TreeError
-from fshard.state.flat import Flat, each_chunk, known_flat
+from fshard.state.elementwise import ALIKE_REMEDY
+from fshard.state.flat import Flat, cut_of_leaf, each_chunk, known_flat
 
 Number = float | Tensor
 """A number, or a 0-dim tensor that is equal on all ranks."""
@@ -27,7 +28,8 @@ def add(x: Any, y: Any, alpha: Number = 1.0) -> Any:
         A new tree like ``x``.
 
     Raises:
-        TreeError: ``y`` has leaves that ``x`` has not, or of other shapes.
+        TreeError: ``y`` has leaves that ``x`` has not, or of other shapes, or cut at other elements, as those of
+            another subtree of one model can be.
 
     >>> add({"w": torch.ones(2)}, {"w": torch.ones(2)}, alpha=-0.5)
     {'w': tensor([0.5000, 0.5000])}
@@ -42,6 +44,7 @@ def add(x: Any, y: Any, alpha: Number = 1.0) -> Any:
         with torch.no_grad():
             return left.made({group: one(group, chunk) for group, chunk in left.chunks.items()}).tree()
     mine, theirs = _paths("x", x), _paths("y", y)
+    _check_cuts(mine, theirs)
     wrong = [path for path, leaf in theirs.items() if path not in mine or mine[path].shape != leaf.shape]
     if wrong:
         raise TreeError(
@@ -77,6 +80,17 @@ def _plus(x: Tensor, y: Tensor, alpha: Number) -> Tensor:
     if isinstance(alpha, Tensor):
         return torch.addcmul(x, y.to(x.device), alpha.to(x.device, x.dtype))
     return torch.add(x, y.to(x.device, x.dtype), alpha=alpha)
+
+
+def _check_cuts(mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> None:
+    """Refuse leaves of two trees that are known to be cut at different elements."""
+    for path in mine.keys() & theirs.keys():
+        one, other = cut_of_leaf(mine[path]), cut_of_leaf(theirs[path])
+        if one is not None and other is not None and one != other:
+            raise TreeError(
+                f"fs.tree.add(x, y): the leaves {one.path} and {other.path} are cut at different elements, so elements "
+                f"of one rank do not belong together. {ALIKE_REMEDY}"
+            )
 
 
 def _covers(left: Flat, right: Flat) -> bool:

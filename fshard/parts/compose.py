@@ -208,6 +208,12 @@ class Composition(ABC):
 
         return tree.map(named, aux)
 
+    def hand_out(self, leaf: Tensor, flat: RunningFlat, number: int) -> None:  # noqa: B027
+        """Nothing to note: the trace has."""
+
+    def check_arithmetic(self) -> None:  # noqa: B027
+        """Nothing to refuse: the trace would have."""
+
     # -- what parts read ----------------------------------------------------------------------------------------------
 
     def chunks(self, flat: RunningFlat) -> Mapping[int, Tensor]:

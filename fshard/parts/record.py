@@ -26,8 +26,9 @@ from fshard.runtime.steps import PassSpec
 from fshard.schedule.footprint import Need
 from fshard.sharding.mesh import Axes, Mesh
 from fshard.sharding.plan import Plan
+from fshard.state.elementwise import ShardArithmetic, unguarded
 from fshard.state.equal import Equal
-from fshard.state.flat import Form, form_of
+from fshard.state.flat import Form, cut_of_leaf, form_of
 from fshard.state.train_state import TrainState
 
 VALUES = "it asks for values that a trace does not have"
@@ -150,6 +151,17 @@ class Recording(Composition):
     needs: list[Need] = field(default_factory=list)
     between: Activations = field(default_factory=lambda: Activations([]))  # of the code between passes
     equals: dict[int, tuple[Equal, int | None]] = field(default_factory=dict)
+    guard: ShardArithmetic = field(default_factory=lambda: ShardArithmetic(cut_of_leaf))
+
+    def hand_out(self, leaf: Tensor, flat: RunningFlat, number: int) -> None:
+        """Let the guard follow it."""
+        cut = flat.form.cuts[number]
+        if cut is not None:
+            self.guard.know(leaf, cut)
+
+    def check_arithmetic(self) -> None:
+        """Raise what the guard refuses."""
+        self.guard.check()
 
     def gradient(self, part: Any, params: Any, batch: Any) -> Any:
         """Note what it must have in common on all ranks."""
@@ -181,7 +193,7 @@ class Recording(Composition):
         """Trace its function."""
         parts = microbatches(batch, spec.accumulate, spec.plan.batch)
         before = self.between.take()
-        with self.between.outside():
+        with self.between.outside(), unguarded():
             traced = trace_in(self.mode, spec.fn, spec.plan, parts[0], spec.train, spec.remat)
         if traced is None:
             raise Untraceable(f"{VALUES}, in {part_of(spec)}")
@@ -278,12 +290,17 @@ def record(fn: Callable[..., Any], given: Arguments, plan: Plan) -> Recorded | U
     axes: dict[Axes, None] = {}
     fake = faked(given.opened(), mode.from_tensor)
     recording.between.know(leaf for leaf in tree.leaves(fake) if isinstance(leaf, Tensor))
+    for real, leaf in zip(tree.leaves(given.opened()), tree.leaves(fake), strict=True):
+        if isinstance(leaf, Tensor):
+            recording.guard.know(leaf, cut_of_leaf(real))
     inside = recording.inside(replace(given, batch=fake))
     around = without_data(fake, mode, recording.between, plan.mesh, axes)
     try:
-        with around, bind(plan.mesh, plan.data_axes, running=recording):
+        with around, recording.guard, bind(plan.mesh, plan.data_axes, running=recording):
             result = recording.result(fn(*inside))
+        recording.check_arithmetic()
     except Exception as error:
+        recording.check_arithmetic()
         if isinstance(error, Untraceable):
             return Untraced(str(error))
         if not needs_values(error):

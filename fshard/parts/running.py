@@ -62,6 +62,12 @@ class Running(Protocol):
     def number(self, value: "Number") -> Tensor:
         """The value of a number of this step, now."""
 
+    def hand_out(self, leaf: Tensor, flat: "RunningFlat", number: int) -> None:
+        """Note that code between the parts gets a leaf of a tree."""
+
+    def check_arithmetic(self) -> None:
+        """Refuse what code between the parts has done with shards."""
+
 
 def running_of(given: Any) -> Running | None:
     """The step function that this state or tree belongs to, or that is under way; None outside of one."""
@@ -92,7 +98,13 @@ class Later(Tensor):
             with DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
         args, kwargs = tree.map(current, (args, kwargs or {}))
-        return func(*args, **kwargs)
+        running = _under_way()
+        if running is None:
+            return func(*args, **kwargs)
+        try:
+            return func(*args, **kwargs)
+        finally:
+            running.check_arithmetic()
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -187,7 +199,9 @@ class RunningFlat(Flat):
 
     def _leaf(self, number: int) -> Tensor:
         group, begin, end, shape = self.form.places[number]
-        return self.chunks[group][begin:end].view(shape)
+        leaf = self.chunks[group][begin:end].view(shape)
+        self.running.hand_out(leaf, self, number)
+        return leaf
 
     def made(self, chunks: Mapping[int, Tensor]) -> "Flat":
         """What arithmetic on this tree makes."""

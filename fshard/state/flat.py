@@ -20,6 +20,8 @@ from fshard.model.leaves import LeafOrder
 from fshard.runtime.memory import memory_space
 from fshard.sharding.layout import Group
 from fshard.sharding.plan import Plan
+from fshard.state.cuts import LeafCut, cut_of
+from fshard.state.elementwise import unguarded
 
 _ATTRIBUTE = "_fshard_flat"
 
@@ -53,6 +55,11 @@ class Form:
         """For each leaf, in order, a tensor without data that has its shape and dtype on this rank."""
         dtypes = {group.id: group.dtype for group in self.groups}
         return [torch.empty(shape, dtype=dtypes[group], device="meta") for group, _, _, shape in self.places]
+
+    @functools.cached_property
+    def cuts(self) -> list[LeafCut | None]:
+        """For each leaf, in order, its cut; None if every rank has all of it."""
+        return [cut_of(self.plan, path) for path in self.order.paths]
 
     @functools.cached_property
     def groups(self) -> tuple[Group, ...]:
@@ -185,6 +192,20 @@ def mark_of(leaf: Any) -> Flat | None:
     return getattr(leaf, _ATTRIBUTE, None)
 
 
+def path_of(leaf: Any) -> str | None:
+    """The path of a leaf of a tree that knows its chunks; None for others."""
+    flat = mark_of(leaf)
+    if flat is None:
+        return None
+    return next((path for mine, path in zip(flat.leaves, flat.form.order.paths, strict=True) if mine is leaf), None)
+
+
+def cut_of_leaf(leaf: Any) -> LeafCut | None:
+    """The cut of a leaf of a tree that knows its chunks; None for others, and where every rank has all of it."""
+    flat, path = mark_of(leaf), path_of(leaf)
+    return None if flat is None or path is None else cut_of(flat.form.plan, path)
+
+
 def known_flat(given: Any) -> Flat | None:
     """The buffers behind a nested dict of tensors; None if it is not just the leaves of one tree."""
     below = given
@@ -210,6 +231,12 @@ def flat_of(given: Any, form: Form, what: str = "") -> Flat:
     if flat is not None and (flat.form is form or _alike(flat.form, form)):
         return flat
     leaves = form.read(given, what)
+    with unguarded():
+        return Flat(form, _filled(form, leaves))
+
+
+def _filled(form: Form, leaves: Sequence[Tensor]) -> dict[int, Tensor]:
+    """Chunks with copies of leaves."""
     chunks = {
         group.id: memory_space(group.kinds.param, form.plan.mesh).zeros(group.chunk, group.dtype)
         for group in form.groups
@@ -217,7 +244,7 @@ def flat_of(given: Any, form: Form, what: str = "") -> Flat:
     with torch.no_grad():
         for leaf, view in zip(leaves, form.views(chunks), strict=True):
             view.copy_(leaf.detach())
-    return Flat(form, chunks)
+    return chunks
 
 
 def each_chunk(call: Callable[..., Tensor], *flats: Flat) -> dict[int, Tensor]:

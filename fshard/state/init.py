@@ -24,6 +24,7 @@ from fshard.runtime.memory import keep, memory_space
 from fshard.sharding.code import initialized_by
 from fshard.sharding.layout import Group, Piece, global_index
 from fshard.sharding.plan import Plan
+from fshard.state.elementwise import know_shards
 from fshard.state.fit import check_optimizer
 from fshard.state.memory import Memory
 from fshard.state.pack import cut_leaves, cut_pieces, join_leaves, join_pieces, narrow, widen
@@ -184,7 +185,9 @@ def shard(full: Mapping[str, Any], plan: Plan) -> dict[str, Any]:
         chunk = apply(join_leaves(group, leaves), Cut(_ranks(plan, group), -1))
         pieces = cut_pieces(group, plan.mesh, chunk)
         out.update((leaf.path, piece) for leaf, piece in zip(group.leaves, pieces, strict=True))
-    return tree.nest({path: out[path] for path in plan.leaves})
+    made = tree.nest({path: out[path] for path in plan.leaves})
+    know_shards(made, plan)
+    return made
 
 
 @collective_call

@@ -12,12 +12,15 @@ from fshard.arguments import expect, kind
 from fshard.collectives.linear import Sum, apply
 from fshard.collectives.ranks import Ranks
 from fshard.collectives.scope import cutting
-from fshard.errors import TreeError
+from fshard.errors import TreeError, lines
 from fshard.model import random
 from fshard.sharding.layout import Group, Piece
 from fshard.sharding.mesh import Axes
 from fshard.sharding.plan import Plan
-from fshard.state.flat import known_flat, same_layout
+from fshard.sharding.validate import misfit
+from fshard.state.cuts import cut_of
+from fshard.state.elementwise import ALIKE_REMEDY, know_shards, unguarded
+from fshard.state.flat import known_flat, path_of, same_layout
 
 
 def vdot(a: Any, b: Any, plan: Plan) -> Tensor:
@@ -28,11 +31,12 @@ def vdot(a: Any, b: Any, plan: Plan) -> Tensor:
     trees are of whole tensors.
 
     Args:
-        a, b: trees of shards, such as ``state.params`` or gradients.
+        a, b: trees of shards, such as ``state.params`` or gradients, or subtrees of these, such as
+            ``state.params["student"]``.
         plan: the plan.
 
     Raises:
-        TreeError: a tree is not this rank's part of the plan's.
+        TreeError: a tree is not this rank's part of the plan's; leaves of two subtrees are cut differently.
 
     >>> import fshard as fs
     >>> mesh, w = fs.make_mesh((1,), ("data",)), torch.tensor([[1.0, 2.0], [3.0, 4.0]])
@@ -41,29 +45,88 @@ def vdot(a: Any, b: Any, plan: Plan) -> Tensor:
     tensor(10.)
     """
     _expect_plan("fs.tree.vdot(a, b, plan)", plan)
-    with cutting(plan.mesh):
+    with cutting(plan.mesh), unguarded():
         return _dot(a, b, plan)
 
 
 def _dot(a: Any, b: Any, plan: Plan) -> Tensor:
     if (by_chunk := _of_chunks(a, b, plan)) is not None:
         return _summed(by_chunk, plan)
-    here = plan.mesh.everywhere
-    left, right = plan.check_tree(a, whole=here, what="a"), plan.check_tree(b, whole=here, what="b")
+    left, right = _leaves("a", a, plan), _leaves("b", b, plan)
+    _check_pairs(left, right, plan)
     sums: dict[Axes, Tensor] = {}
-    for group in plan.groups:
-        axes = () if here else _held(group, plan)
-        for leaf in group.leaves:
-            if leaf.dtype.is_floating_point:
-                pair = (left[leaf.path].to(plan.mesh.device), right[leaf.path].to(plan.mesh.device))
-                wide = torch.promote_types(torch.promote_types(pair[0].dtype, pair[1].dtype), torch.float32)
-                dot = (pair[0].to(wide) * pair[1].to(wide)).sum()
-                sums[axes] = sums[axes] + dot if axes in sums else dot
+    places, here = plan.places(), plan.mesh.everywhere
+    for (path, one), other in zip(left.items(), right.values(), strict=True):
+        if plan.leaves[path].dtype.is_floating_point:
+            axes = () if here else _held(places[path][0], plan)
+            pair = one.to(plan.mesh.device), other.to(plan.mesh.device)
+            wide = torch.promote_types(torch.promote_types(pair[0].dtype, pair[1].dtype), torch.float32)
+            dot = (pair[0].to(wide) * pair[1].to(wide)).sum()
+            sums[axes] = sums[axes] + dot if axes in sums else dot
     if not sums:
         raise TreeError(
             "no leaf of the plan is floating-point, so it has no inner product: train at least one such leaf"
         )
     return _summed(sums, plan)
+
+
+def _leaves(name: str, given: Any, plan: Plan) -> dict[str, Tensor]:
+    """The leaves of a tree or of a subtree, by their paths in the plan, in the plan's order.
+
+    Raises:
+        TreeError: leaves of no subtree of the plan's tree, or of several; leaves of other shapes.
+    """
+    found = dict(tree.paths(given)) if isinstance(given, Mapping) and given else {}
+    if not found or found.keys() == plan.leaves.keys():
+        return plan.check_tree(given, whole=plan.mesh.everywhere, what=name)
+    root = _root(name, found, plan)
+    paths = {f"{root}{path}": leaf for path, leaf in found.items()}
+    shapes = {path: plan.leaves[path].shape for path in paths}
+    if not plan.mesh.everywhere:
+        places = plan.places()
+        shapes = {path: places[path][0].local_shape(places[path][1], plan.mesh) for path in paths}
+    wrong = [wrong for path, leaf in paths.items() if (wrong := misfit(path, leaf, shapes[path]))]
+    if wrong:
+        raise TreeError(lines(f"{name} has leaves of other shapes than this rank's:", wrong, "Give trees of the plan."))
+    return {path: paths[path] for path in plan.leaves if path in paths}
+
+
+def _root(name: str, found: Mapping[str, Any], plan: Plan) -> str:
+    """The path of a subtree in the plan's tree, with a dot behind it; empty for leaves named by their whole paths."""
+    first = next(iter(found))
+    ends = [path.removesuffix(first) for path in plan.leaves if path == first or path.endswith(f".{first}")]
+    roots = [root for root in ends if all(f"{root}{path}" in plan.leaves for path in found)]
+    if len(roots) > 1:
+        known = [root for root in roots if all(path_of(leaf) == f"{root}{path}" for path, leaf in found.items())]
+        roots = known or roots
+    if len(roots) == 1:
+        return roots[0]
+    if roots:
+        told = ", ".join([repr(root[:-1] or "the whole tree") for root in roots[:3]])
+        raise TreeError(
+            f"{name} is a subtree of the plan's tree by its names, but which one cannot be told: {told}. Give it with "
+            f"its path, such as fs.tree.nest({{'{roots[-1]}{first}': leaf, ...}})"
+        )
+    unknown = [path for path in found if path not in plan.leaves]
+    raise TreeError(
+        lines(
+            f"{name} has {len(found)} leaves, and they are of no subtree of the plan's tree of {len(plan.leaves)}:",
+            [f"unknown  {path}" for path in unknown],
+            "Give a tree like state.params, or a subtree of it.",
+        )
+    )
+
+
+def _check_pairs(left: Mapping[str, Any], right: Mapping[str, Any], plan: Plan) -> None:
+    """Refuse pairs of leaves that are not there, or are cut differently."""
+    if len(left) != len(right):
+        lost = sorted(left.keys() ^ right.keys())
+        raise TreeError(
+            f"a has {len(left)} leaves and b {len(right)}: {', '.join(lost[:4])}. Give trees of equal leaves"
+        )
+    for mine, other in zip(left, right, strict=True):
+        if mine != other and cut_of(plan, mine) != cut_of(plan, other):
+            raise TreeError(f"the leaves {mine} and {other} are cut at different elements. {ALIKE_REMEDY}")
 
 
 def _of_chunks(a: Any, b: Any, plan: Plan) -> dict[Axes, Tensor] | None:
@@ -102,7 +165,7 @@ def norm(a: Any, plan: Plan) -> Tensor:
     """The Euclidean norm of all whole tensors of a tree of shards, equal on all ranks.
 
     Args:
-        a: this rank's part of each leaf, a tree like ``state.params``.
+        a: this rank's part of each leaf, a tree like ``state.params``, or a subtree of it.
         plan: the plan.
 
     >>> import fshard as fs
@@ -113,6 +176,44 @@ def norm(a: Any, plan: Plan) -> Tensor:
     """
     _expect_plan("fs.tree.norm(a, plan)", plan)
     return vdot(a, a, plan).sqrt()
+
+
+def norms(a: Any, plan: Plan) -> dict[str, Any]:
+    """The Euclidean norm of each whole tensor of a tree of shards, equal on all ranks, as LARS and LAMB need.
+
+    One exchange for all leaves. Inside of a step function too; outside of ``run`` of a virtual mesh trees are of whole
+    tensors.
+
+    Args:
+        a: this rank's part of each leaf, a tree like ``state.params``, or a subtree of it.
+        plan: the plan.
+
+    Returns:
+        A tree like ``a`` of 0-dim tensors, float32 at least.
+
+    Raises:
+        TreeError: the tree is not this rank's part of the plan's.
+
+    >>> import fshard as fs
+    >>> mesh, w = fs.make_mesh((1,), ("data",)), torch.tensor([[1.0, 2.0], [3.0, 4.0]])
+    >>> plan = fs.make_plan({"w": w, "b": torch.ones(4)}, mesh, [(".*", fs.fsdp("data"))])
+    >>> norms({"w": torch.tensor([3.0, 0.0, 0.0, 4.0]), "b": torch.ones(4)}, plan)
+    {'w': tensor(5.), 'b': tensor(2.)}
+    """
+    _expect_plan("fs.tree.norms(a, plan)", plan)
+    with cutting(plan.mesh), unguarded():
+        found, places, here = _leaves("a", a, plan), plan.places(), plan.mesh.everywhere
+        squares: dict[tuple[Axes, torch.dtype], dict[str, Tensor]] = {}
+        for path, leaf in found.items():
+            axes, wide = () if here else _held(places[path][0], plan), torch.promote_types(leaf.dtype, torch.float32)
+            square = leaf.to(plan.mesh.device, wide).square().sum()
+            squares.setdefault((axes, wide), {})[path] = square
+        out = dict[str, Tensor]()
+        for (axes, _), by_path in squares.items():
+            ranks, sums = Ranks(plan.mesh, axes), torch.stack([*by_path.values()])
+            out.update(zip(by_path, (apply(sums, Sum(ranks)) if ranks.size > 1 else sums).sqrt().unbind(), strict=True))
+        root = _root("a", dict(tree.paths(a)), plan) if len(found) < len(plan.leaves) else ""
+    return tree.nest({path: out[f"{root}{path}"] for path, _ in tree.paths(a)})
 
 
 def normal(key: Tensor, plan: Plan) -> dict[str, Any]:
@@ -210,4 +311,6 @@ def _random(key: Tensor, plan: Plan, draw: Callable[..., Tensor]) -> dict[str, A
         else:
             box = draw(own, piece.shape, leaf.dtype, start=piece.offset, of=leaf.shape)
             out[path] = box.reshape(-1)[piece.start : piece.stop].view(local)
-    return tree.nest(out)
+    made = tree.nest(out)
+    know_shards(made, plan)
+    return made

@@ -1,0 +1,248 @@
+"""A guard of arithmetic on shards: what is not elementwise would depend on how leaves are cut, and is refused.
+
+It runs where a step function is traced, on fake tensors, so that a step itself pays nothing. Operators are allowed by PyTorch's tag ``pointwise`` and by the lists below. The
+guard follows what is made of shards: their elements lie where those of the shard do.
+"""
+
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
+
+from fshard import tree
+from fshard.errors import TreeError
+from fshard.sharding.plan import Plan
+from fshard.state.cuts import LeafCut, cut_of
+from fshard.torch_internals import OpOverload, TorchDispatchMode, dispatch_mode_stack
+
+ALIKE = frozenset(
+    (
+        *"detach detach_ alias _to_copy lift_fresh lift_fresh_copy copy_ fill_ zero_ where masked_fill".split(),
+        *"zeros_like ones_like full_like empty_like hardswish hardswish_ hardtanh_ log_sigmoid_forward _conj".split(),
+    )
+)
+"""Operators without the tag whose results have an element for each of the shard's, made of that one alone."""
+
+DIFFERENT = frozenset("equal.default max.default min.default where.default rrelu.default rrelu_.default".split())
+"""Operators with the tag, or with a name above, that reduce, search or draw."""
+
+QUESTIONS = frozenset("sym_size sym_stride sym_numel sym_storage_offset device is_contiguous size stride numel".split())
+"""Operators that ask for no values."""
+
+FILLED = frozenset(
+    "zeros ones full scalar_tensor new_zeros new_ones new_full zeros_like ones_like full_like fill_ zero_".split()
+)
+"""Operators whose results have one value in all elements."""
+
+SAME_VALUES = frozenset("expand view _unsafe_view reshape slice select permute unsqueeze squeeze t alias".split())
+"""Operators on such results that make others."""
+
+SAME_SHAPE = frozenset("view _unsafe_view _reshape_alias reshape view_as".split())
+"""Views that are allowed where the shape stays: what ``reshape(-1)`` of a 1-D shard calls."""
+
+
+class ShardArithmetic(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Follows shards, and notes the first operator that is refused.
+
+    An exception cannot leave from here: it would pass through C++ code of torch, some of which ends the process.
+
+    Args:
+        cut_of: the cut of a tensor from outside, if it is known to be a shard.
+
+    Attributes:
+        fault: the refusal.
+        off: how many calls are under way that may do more with shards.
+    """
+
+    def __init__(self, cut_of: Callable[[Tensor], LeafCut | None]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._outside = cut_of
+        self._cuts: Any = WeakIdKeyDictionary()
+        self._made: Any = WeakIdKeyDictionary()  # tensors that are no shards: whether all elements have one value
+        self.fault: TreeError | None = None
+        self.off = 0
+
+    def know(self, leaf: Tensor, cut: LeafCut | None) -> None:
+        """Note a shard; a tensor without a cut is no shard, and has rows or elements of its own."""
+        if cut is not None:
+            self._cuts[leaf] = cut
+        else:
+            self._made[leaf] = False
+
+    def check(self) -> None:
+        """Raise the refusal.
+
+        Raises:
+            TreeError: if there is one.
+        """
+        if self.fault is not None:
+            raise self.fault
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Look at the operator, run it, and note what its results are."""
+        kwargs = kwargs or {}
+        if self.off or not isinstance(func, OpOverload) or _name(func) in QUESTIONS:
+            return func(*args, **kwargs)
+        given = [x for x in tree.leaves((args, kwargs)) if isinstance(x, Tensor)]
+        cut = next((found for x in given if (found := self._cut(x)) is not None), None)
+        if cut is None:
+            result = func(*args, **kwargs)
+            filled = self._filled(func, given)
+            for x in tree.leaves(result):
+                if isinstance(x, Tensor):
+                    self._made[x] = filled
+            return result
+        shape = next(x.shape for x in given if self._cut(x) is not None)
+        self._refuse(self._fault(func, args, given, cut, shape))
+        result = func(*args, **kwargs)
+        for x in tree.leaves(result):
+            if isinstance(x, Tensor):
+                if x.shape != shape:
+                    self._refuse(_not_elementwise(func, cut))
+                self._cuts[x] = cut
+        return result
+
+    def _cut(self, x: Tensor) -> LeafCut | None:
+        found: LeafCut | None = self._cuts.get(x)
+        return found if found is not None or x in self._made else self._outside(x)
+
+    def _refuse(self, fault: TreeError | None) -> None:
+        self.fault = self.fault or fault
+
+    def _filled(self, func: OpOverload, given: Sequence[Tensor]) -> bool:
+        """Whether all elements of the result are one value."""
+        name = _name(func)
+        if name in FILLED:
+            return True
+        return bool(given) and all(map(self._one_value, given)) and (elementwise(func) or name in SAME_VALUES)
+
+    def _one_value(self, x: Tensor) -> bool:
+        return x.numel() == 1 or bool(self._made.get(x, False))
+
+    def _fault(
+        self, func: OpOverload, args: Any, given: Sequence[Tensor], cut: LeafCut, shape: torch.Size
+    ) -> TreeError | None:
+        if _name(func) in SAME_SHAPE and list(args[1]) in ([-1], list(args[0].shape)):
+            return None
+        if not elementwise(func):
+            return _drawn(func, cut) if torch.Tag.nondeterministic_seeded in func.tags else _not_elementwise(func, cut)
+        others = given[1:] if _name(func) == "copy_" else given
+        for x in others:
+            mine = self._cut(x)
+            if mine is not None and mine != cut:
+                return _cut_otherwise(func, cut, mine)
+            alone = x.ndim == 0 or bool(self._made.get(x, False)) or (x.numel() == 1 and x.shape != shape)
+            if mine is None and not alone and x in self._made:
+                return _no_shard(func, cut)
+        return None
+
+
+def elementwise(func: OpOverload) -> bool:
+    """Whether an operator makes each element of its results of those at the same place in its arguments alone."""
+    name, overload = _name(func), f"{_name(func)}.{func._overloadname}"
+    if (
+        overload in DIFFERENT
+        or torch.Tag.nondeterministic_seeded in func.tags
+        or func.namespace not in ("aten", "prim")
+    ):
+        return False
+    return torch.Tag.pointwise in func.tags or name in ALIKE or _in_place(name)
+
+
+def _in_place(name: str) -> bool:
+    """Whether the name is that of the in-place form of an elementwise operator."""
+    packet = getattr(torch.ops.aten, name.removesuffix("_"), None) if name.endswith("_") else None
+    if packet is None:
+        return False
+    return any(torch.Tag.pointwise in getattr(packet, overload).tags for overload in packet.overloads())
+
+
+def _name(func: OpOverload) -> str:
+    return func._schema.name.split("::")[-1]
+
+
+def guards() -> list[ShardArithmetic]:
+    """The guards that watch this code."""
+    return [mode for mode in dispatch_mode_stack() if isinstance(mode, ShardArithmetic)]
+
+
+@contextmanager
+def unguarded() -> Iterator[None]:
+    """Inside, code of this library does with shards what is right on every mesh."""
+    found = guards()
+    for guard in found:
+        guard.off += 1
+    try:
+        yield
+    finally:
+        for guard in found:
+            guard.off -= 1
+
+
+def know_shards(made: Any, plan: Plan) -> None:
+    """Tell the guards that a tree which such code has made is one of shards."""
+    for guard in guards():
+        for path, leaf in tree.paths(made):
+            cut = cut_of(plan, path)
+            if cut is not None:
+                guard.know(leaf, cut)
+
+
+def _line() -> str:
+    """The line of the caller's code that runs."""
+    frame: Any = sys._getframe(1)
+    while frame is not None:
+        module = str(frame.f_globals.get("__name__", ""))
+        if module.split(".")[0] not in ("torch", "fshard", "optree", "contextlib"):
+            return f" (line {frame.f_lineno} of {frame.f_code.co_filename})"
+        frame = frame.f_back
+    return ""
+
+
+REMEDY = (
+    "fs.tree.norm, fs.tree.norms (of each leaf) and fs.tree.vdot give numbers of whole tensors, equal on all ranks; "
+    "fs.unshard(tree, plan) gives whole tensors, outside of steps; a loss function has them; and a rule of the plan, "
+    "({path!r}, fs.P()), keeps the leaf whole on every rank"
+)
+
+
+def _not_elementwise(func: OpOverload, cut: LeafCut) -> TreeError:
+    return TreeError(
+        f"{_name(func)} of the leaf {cut.path}{_line()} is not elementwise. Code between the parts of a step has this "
+        f"rank's part of a leaf, so the result would depend on the number of ranks. {REMEDY.format(path=cut.path)}"
+    )
+
+
+def _drawn(func: OpOverload, cut: LeafCut) -> TreeError:
+    return TreeError(
+        f"{_name(func)} draws numbers for this rank's part of the leaf {cut.path}{_line()}, which would depend on the "
+        f"number of ranks. Draw trees of shards that do not: fs.tree.normal(key, plan), fs.tree.rademacher(key, plan)"
+    )
+
+
+def _no_shard(func: OpOverload, cut: LeafCut) -> TreeError:
+    return TreeError(
+        f"{_name(func)} of the leaf {cut.path} and a tensor that is not cut as it is{_line()}: this rank has a part of "
+        f"the leaf, which other ranks continue, and the tensor was made here, or is of the batch. Combine shards "
+        f"with numbers, 0-dim tensors and shards of the same leaf: fs.shard(whole, plan) cuts whole tensors, and "
+        f"fs.tree.normal(key, plan) draws"
+    )
+
+
+def _cut_otherwise(func: OpOverload, cut: LeafCut, other: LeafCut) -> TreeError:
+    return TreeError(
+        f"{_name(func)} of the leaves {cut.path} and {other.path}{_line()}: they are cut at different elements, so "
+        f"elements of one rank do not belong together. {ALIKE_REMEDY}"
+    )
+
+
+ALIKE_REMEDY = (
+    "Leaves are cut alike where they lie at equal places of groups of equal leaves: make each model a unit, or a plan "
+    "of its own, on one mesh; cut both by a positional spec, such as fs.P('data'); or compute with whole tensors, "
+    "fs.unshard(tree, plan), outside of steps"
+)
+"""A way out where leaves are cut differently."""
