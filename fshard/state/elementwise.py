@@ -1,7 +1,8 @@
 """A guard of arithmetic on shards: what is not elementwise would depend on how leaves are cut, and is refused.
 
-It runs where a step function is traced, on fake tensors, so that a step itself pays nothing. Operators are allowed by PyTorch's tag ``pointwise`` and by the lists below. The
-guard follows what is made of shards: their elements lie where those of the shard do.
+It runs where a step function is traced, on fake tensors, so that a step itself pays nothing. Operators are allowed by
+PyTorch's tag ``pointwise`` and by the lists below. The guard follows what is made of shards: their elements lie where
+those of the shard do.
 """
 
 import sys
