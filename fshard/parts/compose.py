@@ -19,6 +19,7 @@ from fshard.parts.running import (
     Number,
     RunningFlat,
     RunningMemory,
+    Unwatched,
     Updated,
     current,
     memory_of,
@@ -54,7 +55,7 @@ class Version:
 
 
 @dataclass(eq=False)
-class Composition(ABC):
+class Composition(Unwatched, ABC):
     """A step function under way.
 
     Attributes:
@@ -207,12 +208,6 @@ class Composition(ABC):
             return Number("mean", number, next(means), widened([leaf.total.dtype])).tensor(self)
 
         return tree.map(named, aux)
-
-    def hand_out(self, leaf: Tensor, flat: RunningFlat, number: int) -> None:  # noqa: B027
-        """Nothing to note: the trace has."""
-
-    def check_arithmetic(self) -> None:  # noqa: B027
-        """Nothing to refuse: the trace would have."""
 
     # -- what parts read ----------------------------------------------------------------------------------------------
 

@@ -69,6 +69,16 @@ class Running(Protocol):
         """Refuse what code between the parts has done with shards."""
 
 
+class Unwatched:
+    """A step function whose code between the parts was watched when it was traced."""
+
+    def hand_out(self, leaf: Tensor, flat: "RunningFlat", number: int) -> None:
+        """Do nothing: the trace has noted it."""
+
+    def check_arithmetic(self) -> None:
+        """Do nothing: the trace would have refused."""
+
+
 def running_of(given: Any) -> Running | None:
     """The step function that this state or tree belongs to, or that is under way; None outside of one."""
     if isinstance(given, TrainState):

@@ -88,23 +88,21 @@ class ShardArithmetic(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs = kwargs or {}
         if self.off or not isinstance(func, OpOverload) or _name(func) in QUESTIONS:
             return func(*args, **kwargs)
-        given = [x for x in tree.leaves((args, kwargs)) if isinstance(x, Tensor)]
+        given = _tensors((args, kwargs))
         cut = next((found for x in given if (found := self._cut(x)) is not None), None)
         if cut is None:
             result = func(*args, **kwargs)
             filled = self._filled(func, given)
-            for x in tree.leaves(result):
-                if isinstance(x, Tensor):
-                    self._made[x] = filled
+            for x in _tensors(result):
+                self._made[x] = filled
             return result
         shape = next(x.shape for x in given if self._cut(x) is not None)
         self._refuse(self._fault(func, args, given, cut, shape))
         result = func(*args, **kwargs)
-        for x in tree.leaves(result):
-            if isinstance(x, Tensor):
-                if x.shape != shape:
-                    self._refuse(_not_elementwise(func, cut))
-                self._cuts[x] = cut
+        for x in _tensors(result):
+            if x.shape != shape:
+                self._refuse(_not_elementwise(func, cut))
+            self._cuts[x] = cut
         return result
 
     def _cut(self, x: Tensor) -> LeafCut | None:
@@ -140,6 +138,10 @@ class ShardArithmetic(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if mine is None and not alone and x in self._made:
                 return _no_shard(func, cut)
         return None
+
+
+def _tensors(found: Any) -> list[Tensor]:
+    return [x for x in tree.leaves(found) if isinstance(x, Tensor)]
 
 
 def elementwise(func: OpOverload) -> bool:

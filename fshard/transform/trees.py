@@ -101,14 +101,20 @@ def _root(name: str, found: Mapping[str, Any], plan: Plan) -> str:
         roots = known or roots
     if len(roots) == 1:
         return roots[0]
+    raise _no_root(name, found, plan, roots)
+
+
+def _no_root(name: str, found: Mapping[str, Any], plan: Plan, roots: list[str]) -> TreeError:
+    """Names of leaves that are those of several subtrees, or of none."""
+    first = next(iter(found))
     if roots:
         told = ", ".join([repr(root[:-1] or "the whole tree") for root in roots[:3]])
-        raise TreeError(
+        return TreeError(
             f"{name} is a subtree of the plan's tree by its names, but which one cannot be told: {told}. Give it with "
             f"its path, such as fs.tree.nest({{'{roots[-1]}{first}': leaf, ...}})"
         )
     unknown = [path for path in found if path not in plan.leaves]
-    raise TreeError(
+    return TreeError(
         lines(
             f"{name} has {len(found)} leaves, and they are of no subtree of the plan's tree of {len(plan.leaves)}:",
             [f"unknown  {path}" for path in unknown],
