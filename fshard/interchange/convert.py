@@ -19,7 +19,7 @@ from fshard.interchange.dcp_write import put
 from fshard.interchange.hf import load_hf
 from fshard.interchange.hf_files import INDEX, SINGLE, HfFiles, HfWriter
 from fshard.interchange.metadata import FILE, Contents
-from fshard.interchange.optimizer_state import STEP, left_out, split_name
+from fshard.interchange.optimizer_state import STEP, left_out
 from fshard.interchange.source import PrefixSource
 from fshard.interchange.torch_formats import dump_metadata
 from fshard.optim import adamw, sgd
@@ -30,7 +30,7 @@ from fshard.sharding.plan import Plan, make_plan
 from fshard.sharding.rules import Rule
 from fshard.sharding.spec import P
 from fshard.state.entries import LATE
-from fshard.state.pieces import PARAMS
+from fshard.state.pieces import PARAMS, split_name
 from fshard.state.replicas import ANCHOR
 from fshard.state.train_state import TrainState
 

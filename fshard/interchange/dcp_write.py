@@ -24,7 +24,7 @@ from fshard.errors import CheckpointError, TreeError, lines
 from fshard.interchange.export import on_one_replica
 from fshard.interchange.export_plan import ROLE, compare_arguments, pieces_of_ranks
 from fshard.interchange.metadata import FILE, Chunk, Contents, FileRange
-from fshard.interchange.optimizer_state import STEP, left_out, split_name
+from fshard.interchange.optimizer_state import STEP, left_out
 from fshard.interchange.rename import RenameLike, apply_rules
 from fshard.interchange.state_dicts import counts, param_groups
 from fshard.interchange.torch_formats import dump_metadata
@@ -43,7 +43,7 @@ from fshard.sharding.mesh import Mesh
 from fshard.sharding.plan import Plan
 from fshard.state.entries import entries
 from fshard.state.fit import check_optimizer
-from fshard.state.pieces import Entry
+from fshard.state.pieces import Entry, split_name
 from fshard.state.settle import settle
 from fshard.state.train_state import TrainState
 
@@ -205,9 +205,8 @@ def _values(
     out: dict[Keys, Any] = {(*head, name): leaf.detach() for name, leaf in tree.paths(buffers)}
     if opt is None:
         return out
-    counted = counts(opt)
     for number, group in enumerate(param_groups(state.plan, opt, state.step)):
-        for path in group["params"] if counted else ():
+        for path in [path for path in group["params"] if counts(opt, state.plan, path)]:
             updates = torch.tensor(float(state.step - state.late.get(path, 0)), device="cpu")
             out[optimizer, "state", names.get(path, path), STEP] = updates
         group["params"] = [names.get(path, path) for path in group["params"]]

@@ -15,7 +15,6 @@ from torch import Tensor
 from fshard.checkpoint.ranges import shared
 from fshard.collectives.ranks import Ranks
 from fshard.errors import CheckpointError, PlanError, TreeError, lines, no_processes, unknown_axis
-from fshard.interchange.optimizer_state import split_name
 from fshard.interchange.rename import RenameLike, apply_rules
 from fshard.runtime.comm import Communicator, all_ranks_or_raise, enter, mesh_communicator
 from fshard.runtime.comm.facts import compare, facts_of
@@ -24,7 +23,7 @@ from fshard.sharding.layout import Piece
 from fshard.sharding.mesh import Axes, Mesh
 from fshard.sharding.plan import Plan
 from fshard.sharding.spec import Shape
-from fshard.state.pieces import Entry
+from fshard.state.pieces import Entry, split_name
 
 ROLE = "control of interchange"  # messages of the host: leaves travel on the communicators of collectives
 """The role of the communicator on which ranks compare arguments and report failures."""

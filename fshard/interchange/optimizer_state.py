@@ -16,7 +16,7 @@ from fshard.interchange.source import Origin, TensorSource, load, misfit, read_p
 from fshard.optim.base import Optimizer
 from fshard.runtime.memory.optimizer_layout import BASIS, RESIDUAL
 from fshard.sharding.plan import Plan
-from fshard.state.pieces import Entry
+from fshard.state.pieces import Entry, split_name
 from fshard.state.train_state import TrainState
 
 STEP = "step"
@@ -123,14 +123,3 @@ def left_out(call: str, names: Sequence[str], leaves: Container[str]) -> frozens
             stacklevel=4,
         )
     return frozenset(found)
-
-
-def split_name(name: str, leaves: Container[str]) -> tuple[str, str]:
-    """The buffer and the leaf of an optimizer's entry, ``opt.exp_avg.blocks.0.weight`` with or without ``opt``.
-
-    >>> split_name("opt.exp_avg.blocks.0.weight", {"blocks.0.weight", "weight"})
-    ('exp_avg', 'blocks.0.weight')
-    """
-    parts = name.removeprefix("opt.").split(".")
-    cut = next((at for at in range(1, len(parts)) if ".".join(parts[at:]) in leaves), len(parts))
-    return ".".join(parts[:cut]), ".".join(parts[cut:])

@@ -11,17 +11,19 @@ from fshard.arguments import expect
 from fshard.errors import PlanError, TreeError, lines
 from fshard.interchange.export import export, export_entries, stream
 from fshard.interchange.export_plan import plan_export
-from fshard.interchange.optimizer_state import STEP, left_out, load_with_optimizer, split_name
+from fshard.interchange.optimizer_state import STEP, left_out, load_with_optimizer
 from fshard.interchange.rename import RenameLike
 from fshard.interchange.source import MemorySource
-from fshard.optim import adamw, ema, every, from_torch, rate, sgd
+from fshard.optim import adamw, chain, ema, every, from_torch, partition, rate, sgd
 from fshard.optim.base import Optimizer
+from fshard.optim.compose import REST
 from fshard.played.everywhere import called_on_each_rank
 from fshard.runtime.comm import collective_call
 from fshard.sharding.mesh import Axes
 from fshard.sharding.plan import Plan
 from fshard.state.fit import check_optimizer
 from fshard.state.init import Inits
+from fshard.state.pieces import split_name
 from fshard.state.train_state import TrainState
 
 
@@ -168,8 +170,9 @@ def to_optim_state_dict(
     if to is not None and not found and plan.mesh.rank != to:
         return {}
     rows: dict[str, dict[str, Any]] = {path: {} for group in groups for path in group["params"]}
-    for path, row in rows.items() if counts(opt) else ():
-        row[STEP] = torch.tensor(float(state.step - state.late.get(path, 0)), device="cpu")
+    for path, row in rows.items():
+        if counts(opt, plan, path):
+            row[STEP] = torch.tensor(float(state.step - state.late.get(path, 0)), device="cpu")
     for name, tensor in found.items():
         buffer, path = split_name(name, plan.leaves)
         if path in rows:
@@ -202,12 +205,53 @@ def param_groups(plan: Plan, opt: Optimizer, step: int) -> list[dict[str, Any]]:
     for path, leaf in plan.leaves.items():
         if leaf.trainable:
             by_hyper.setdefault(opt.hyper(path, leaf.shape), []).append(path)
-    lr = rate(opt.lr, step + 1)
-    return [{**_torch_group(opt, lr, hyper), "params": paths} for hyper, paths in by_hyper.items()]
+    groups = []
+    for hyper, paths in by_hyper.items():
+        own, value, updates = own_rule(opt, hyper, step)
+        lr = 0.0 if own is None else rate(own.lr, updates + 1)
+        groups.append({**_torch_group(own or _any_rule(opt), lr, value), "params": paths})
+    return groups
 
 
-def counts(opt: Optimizer) -> bool:
-    """Whether torch's equivalent optimizer counts the updates of each parameter."""
+def own_rule(opt: Optimizer, hyper: Any, step: int) -> tuple[Optimizer | None, Any, int]:
+    """The innermost optimizer of a set of leaves, its hyper-parameters, and the number of its updates.
+
+    Args:
+        opt: the optimizer.
+        hyper: what it says of these leaves.
+        step: the number of steps so far.
+
+    Returns:
+        None for the optimizer of leaves that stay as they are.
+    """
+    while True:
+        if isinstance(opt, partition):
+            number, hyper = hyper
+            rule = None if number == REST else opt.rules[number][1]
+            if rule is None:
+                return None, 0.0, step
+            opt = rule
+        elif isinstance(opt, ema | every | chain):
+            step = opt.number(step) if isinstance(opt, every) else step
+            opt = opt.opt
+        else:
+            return opt, hyper, step
+
+
+def _any_rule(opt: Optimizer) -> Optimizer:
+    """The first innermost optimizer."""
+    while isinstance(opt, partition | ema | every | chain):
+        opt = next(rule for _, rule in opt.rules if rule is not None) if isinstance(opt, partition) else opt.opt
+    return opt
+
+
+def counts(opt: Optimizer, plan: Plan, path: str) -> bool:
+    """Whether torch's equivalent optimizer counts the updates of a leaf."""
+    own, _, _ = own_rule(opt, opt.hyper(path, plan.leaves[path].shape), 0)
+    return own is not None and _counts(own)
+
+
+def _counts(opt: Optimizer) -> bool:
     param = torch.nn.Parameter(torch.zeros(1, device="cpu"))
     twin = _twin(opt, [param], 0.0, 0.0)
     if twin is None:
@@ -295,8 +339,6 @@ def _torch_group(opt: Optimizer, lr: float, hyper: Any) -> dict[str, Any]:
 
 def _twin(opt: Optimizer, params: list[torch.nn.Parameter], lr: float, hyper: Any) -> torch.optim.Optimizer | None:
     """torch's equivalent optimizer; None if there is none."""
-    while isinstance(opt, ema | every):
-        opt = opt.opt
     if isinstance(opt, adamw):
         return torch.optim.AdamW(params, lr, betas=opt.betas, eps=opt.eps, weight_decay=hyper)
     if isinstance(opt, sgd):

@@ -9,6 +9,7 @@ from torch import Tensor
 from fshard.optim import checks
 from fshard.optim.base import Optimizer, State, States, Tensors, unscale
 from fshard.optim.compose import Inner
+from fshard.optim.contract import at_step
 from fshard.optim.form import Form
 from fshard.torch_internals import foreach_add_, foreach_lerp_, foreach_zero_
 
@@ -104,6 +105,10 @@ class every(Inner):  # noqa: N801
         """The number of updates made when step number ``step``, counted from 1, is over."""
         return step // self.steps
 
+    def at_step(self, step: int) -> "every":
+        """The same with the learning rate of the update that a step, counted from 1, makes or leads to."""
+        return every(self.steps, at_step(self.opt, -(-step // self.steps)))
+
     def update(self, params: Tensors, grads: Tensors, states: States, *, step: int, hyper: Any, **more: Any) -> None:
         """Add the gradients to the carried sum, or update with gradients that already hold it.
 
@@ -117,6 +122,7 @@ class every(Inner):  # noqa: N801
             unscale(grads, more.get("grad_scale"))
             foreach_add_(carried, grads)
             return
-        more["late"] = self.number(more.get("late", 0))
+        late = more.get("late", 0)
+        more["late"] = self.number(late) if late > 0 else -self.number(-late)
         self.opt.update(params, grads, states, step=self.number(step), hyper=hyper, **more)
         foreach_zero_(carried)

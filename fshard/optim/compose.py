@@ -1,7 +1,7 @@
 """Optimizers made of optimizers: different rules for different leaves, and changes of gradients in front of a rule."""
 
 import re
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -10,7 +10,7 @@ from torch import Tensor
 from fshard.arguments import expect
 from fshard.optim import checks
 from fshard.optim.base import Optimizer, Rate, State, States, Tensors, rate, unscale
-from fshard.optim.contract import Contract, contract, with_rate
+from fshard.optim.contract import Contract, altered, at_step, contract, with_rate
 from fshard.optim.form import Form, Grain, LeafInfo
 from fshard.patterns import meant_by
 from fshard.torch_internals import foreach_add_, foreach_clamp_max_, foreach_clamp_min_, foreach_mul_
@@ -67,12 +67,26 @@ class partition:  # noqa: N801 - reads as the function it is in a train script
         opts = [opt for _, opt in self.rules if opt is not None]
         return lambda step: [rate(opt.lr, step + 1) for opt in opts][0]
 
-    def with_rate(self, lr: float) -> "partition | None":
-        """The same with another learning rate; None unless exactly one rule has an optimizer, and that one rate."""
-        parts = [opt for _, opt in self.rules if opt is not None]
-        made = with_rate(parts[0], lr) if len(parts) == 1 else None
-        rules = [(pattern, None if opt is None else made) for pattern, opt in self.rules]
-        return None if made is None else partition(rules)
+    def with_rate(self, lr: Any) -> "partition | None":
+        """The same with other learning rates.
+
+        Args:
+            lr: rates by the patterns of rules; those of other rules stay. Or one, if one rule has an optimizer.
+
+        Returns:
+            None where the rates do not fit: patterns of no optimizer, or optimizers that have not exactly one rate.
+        """
+        own = [pattern for pattern, opt in self.rules if opt is not None]
+        given = lr if isinstance(lr, Mapping) else {own[0]: lr} if len(own) == 1 else {}
+        made = {pattern: with_rate(opt, given[pattern]) for pattern, opt in self.rules if opt and pattern in given}
+        if not given or made.keys() != given.keys() or None in made.values():
+            return None
+        return partition([(pattern, made.get(pattern, opt)) for pattern, opt in self.rules])
+
+    def at_step(self, step: int) -> "partition":
+        """The same with the learning rates of one update, counted from 1."""
+        rules = [(pattern, None if opt is None else at_step(opt, step)) for pattern, opt in self.rules]
+        return altered(self, "rules", tuple(rules))  # type: ignore[no-any-return]
 
     def init(self, param: Tensor, hyper: Choice) -> State:
         """The buffers of the leaf's own optimizer."""
@@ -273,6 +287,14 @@ class chain(Inner):  # noqa: N801
         problems += [f"part {i} = {p!r}: has no apply()" for i, p in enumerate(parts[:-1]) if not hasattr(p, "apply")]
         checks.require(self, *problems)
         vars(self).update(opt=parts[-1], changes=tuple(parts[:-1]))
+
+    def at_step(self, step: int) -> "chain":
+        """The same with the learning rate and the factors of one update, counted from 1."""
+        changes = [
+            altered(change, "factor", rate(change.factor, step)) if isinstance(change, scale) else change
+            for change in self.changes
+        ]
+        return chain(*changes, at_step(self.opt, step))
 
     def update(self, params: Tensors, grads: Tensors, states: States, *, step: int, hyper: Any, **more: Any) -> None:
         """Change the gradients, then update; see ``Optimizer.update``."""

@@ -1,7 +1,7 @@
 """What the library asks of an optimizer, with the defaults of what an optimizer may leave out."""
 
 import copy
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -11,6 +11,9 @@ from torch import Tensor
 from fshard.errors import PlanError
 from fshard.optim.base import Optimizer, Rate, State, rate
 from fshard.optim.form import Form, Grain, LeafInfo
+
+LearningRate = float | Mapping[str, float] | None
+"""What a call gives as its learning rate: one, several by the patterns of ``fs.optim.partition``, or none."""
 
 
 @dataclass(frozen=True)
@@ -44,19 +47,33 @@ class Contract:
         """The same with another learning rate, in the place of a number or of a function of the step.
 
         Args:
-            lr: the learning rate, a finite number >= 0.
+            lr: the learning rate, a finite number >= 0; or such numbers by the patterns of ``partition``.
 
         Raises:
             PlanError: it is not a learning rate; the optimizer has several, or none.
         """
-        rate(lr, 1)
+        rates = lr if isinstance(lr, Mapping) else {"": lr}
+        for one in rates.values():
+            rate(one, 1)
         opt = with_rate(self.opt, lr)
         if opt is None:
             raise PlanError(
-                f"lr={lr!r} is one learning rate, and {self.opt!r} has not exactly one that it could replace: give "
-                f"each of its parts a function of the step"
+                f"lr={lr!r} does not fit {self.opt!r}: one learning rate replaces exactly one, and those of "
+                f"fs.optim.partition are replaced by a mapping from its patterns, such as {{'.*': 0.1}}; or give each "
+                f"of its parts a function of the step"
             )
         return replace(self, opt=opt, update=opt.update)
+
+    def at_step(self, step: int) -> "Contract":
+        """The same with learning rates that are numbers: those of the update number ``step``, counted from 1.
+
+        An update may wait. What a rate reads may have changed by then.
+
+        Raises:
+            PlanError: there is no rate for this update.
+        """
+        opt = at_step(self.opt, step)
+        return self if opt is self.opt else replace(self, opt=opt, update=opt.update)
 
 
 def contract(opt: Optimizer) -> Contract:
@@ -81,15 +98,33 @@ def contract(opt: Optimizer) -> Contract:
     )
 
 
-def with_rate(opt: Any, lr: float) -> Any:
-    """A copy of an optimizer with another learning rate, or around one; None if it has not exactly one."""
+def with_rate(opt: Any, lr: Any) -> Any:
+    """A copy of an optimizer with another learning rate, or around one; None if it has not exactly one.
+
+    Several rates are a mapping, which ``partition`` takes.
+    """
     held = getattr(opt, "__dict__", {})
     if (own := getattr(opt, "with_rate", None)) is not None:
         return own(lr)
     name = "lr" if "lr" in held else "opt"
-    value: Any = lr if name == "lr" else with_rate(held["opt"], lr) if "opt" in held else None
-    if value is None:
-        return None
+    number = None if isinstance(lr, Mapping) else lr
+    value: Any = number if name == "lr" else with_rate(held["opt"], lr) if "opt" in held else None
+    return None if value is None else altered(opt, name, value)
+
+
+def at_step(opt: Any, step: int) -> Any:
+    """An optimizer whose learning rates are those of one update, counted from 1; itself if they are numbers already."""
+    held = getattr(opt, "__dict__", {})
+    if (own := getattr(opt, "at_step", None)) is not None:
+        return own(step)
+    if "lr" in held:
+        return altered(opt, "lr", rate(held["lr"], step)) if callable(held["lr"]) else opt
+    inner = at_step(held["opt"], step) if "opt" in held else None
+    return opt if inner is None or inner is held["opt"] else altered(opt, "opt", inner)
+
+
+def altered(opt: Any, name: str, value: Any) -> Any:
+    """A copy of an optimizer, or of a part of one, with another attribute."""
     made = copy.copy(opt)
     object.__setattr__(made, name, value)  # optimizers are frozen, and some have arguments of their own
     return made

@@ -7,7 +7,7 @@ from typing import Any
 from fshard.arguments import Want, expect
 from fshard.errors import PlanError, lines
 from fshard.optim.base import Optimizer
-from fshard.optim.contract import contract
+from fshard.optim.contract import LearningRate, contract
 from fshard.outer_steps.buffers import Outer
 from fshard.outer_steps.exchange import Exchange, Flight
 from fshard.outer_steps.fragments import make_fragments, table_of
@@ -73,7 +73,7 @@ class OuterStep(TrainStep):
 
     @collective_call
     def __call__(
-        self, state: TrainState, batch: Any, *, lr: float | None = None, stop: bool = False
+        self, state: TrainState, batch: Any, *, lr: LearningRate = None, stop: bool = False
     ) -> tuple[TrainState, Metrics]:
         """Make one step of this replica, and the exchanges that are due after it.
 

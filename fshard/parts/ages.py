@@ -23,7 +23,8 @@ class After(NamedTuple):
 class Ages:
     """How an update counts the leaves of states that are late by so much.
 
-    Each leaf has its own number of updates, by which its moments are corrected. The step is the largest of them.
+    Each leaf has its own number of updates, by which its moments are corrected. The step is the largest of them, but
+    for leaves whose moments come from another run, which had more: these are late by less than nothing.
 
     Attributes:
         late: how many updates fewer than the step each leaf has had; leaves that are not in it have had all.
@@ -50,12 +51,14 @@ def ages_of(late: Mapping[str, int], updated: Sequence[str], trained: Sequence[s
     After(more=1, late={'b': 1})
     >>> ages_of({"b": 1}, ["b"], ["a", "b"]).after
     After(more=0, late={})
+    >>> ages_of({"a": -6}, ["a"], ["a"]).relative
+    {'a': -6}
     """
     own = {path: late.get(path, 0) for path in updated}
     every = {path: late.get(path, 0) + (path not in own) for path in trained}
-    least, fewest = min(own.values()), min(every.values())
-    relative = {path: missed - least for path, missed in own.items() if missed > least}
-    after = {path: missed - fewest for path, missed in every.items() if missed > fewest}
+    least, fewest = max(0, min(own.values())), max(0, min(every.values()))
+    relative = {path: missed - least for path, missed in own.items() if missed != least}
+    after = {path: missed - fewest for path, missed in every.items() if missed != fewest}
     return Ages(dict(late), least, relative, After(1 - fewest, after))
 
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from fshard import tree
 from fshard.errors import PlanError, StateError, TreeError
+from fshard.optim.contract import LearningRate
 from fshard.parts.arguments import Arguments, Final, Result, check_data, check_mesh, check_origins, returned_states
 from fshard.parts.running import (
     Bank,
@@ -164,7 +165,7 @@ class Composition(Unwatched, ABC):
         loss = Number("loss", number, 0, widened([dtype])).tensor(self)
         return ((loss, self._named(number, aux)) if part.loss.has_aux else loss), grads
 
-    def update(self, part: Any, state: TrainState, grads: Any, lr: float | None) -> Any:
+    def update(self, part: Any, state: TrainState, grads: Any, lr: LearningRate) -> Any:
         """Perform ``fs.make_update``: when somebody reads it, or when the step is over."""
         before = memory_of(state, self)
         if state.plan is not part.plan and state.plan != part.plan:

@@ -1,10 +1,11 @@
 """Learning rates that a step function gives its updates, compared between ranks by sums of numbers."""
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from fshard.errors import ReplicationError
 from fshard.parts.running import Updated
+from fshard.runtime.comm import digest
 
 PIECES = 4
 """Parts of 16 bits into which a number is cut, so that sums of their squares over millions of ranks are exact."""
@@ -13,7 +14,7 @@ TOLD = 1 + 2 * PIECES
 """How many numbers tell a learning rate."""
 
 
-def told_rate(lr: float | None) -> list[float]:
+def told_rate(lr: float | Mapping[str, float] | None) -> list[float]:
     """What a rank tells the others of the learning rate of an update: 1, for itself, its pieces, and their squares.
 
     >>> told_rate(None)
@@ -21,7 +22,8 @@ def told_rate(lr: float | None) -> list[float]:
     """
     if lr is None:
         return [1.0] + [0.0] * (2 * PIECES)
-    pieces = [piece + 1.0 for piece in struct.unpack("<4H", struct.pack("<d", lr))]  # 0 is for the optimizer's own
+    bits = struct.pack("<Q", digest(sorted(lr.items()))) if isinstance(lr, Mapping) else struct.pack("<d", lr)
+    pieces = [piece + 1.0 for piece in struct.unpack("<4H", bits)]  # 0 is for the optimizer's own
     return [1.0, *pieces, *[piece * piece for piece in pieces]]
 
 

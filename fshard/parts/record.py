@@ -11,6 +11,7 @@ from torch import Tensor
 
 from fshard import tree
 from fshard.collectives.scope import bind
+from fshard.optim.contract import LearningRate
 from fshard.parts.arguments import Arguments, Final, Result
 from fshard.parts.compose import Composition, number_of_means
 from fshard.parts.running import Bank, Number, RunningFlat, RunningMemory, Updated, memory_of
@@ -168,7 +169,7 @@ class Recording(Composition):
         self.equals[id(part)] = part.equal, None
         return super().gradient(part, params, batch)
 
-    def update(self, part: Any, state: TrainState, grads: Any, lr: float | None) -> Any:
+    def update(self, part: Any, state: TrainState, grads: Any, lr: LearningRate) -> Any:
         """Note what it must have in common on all ranks."""
         self.equals[id(part)] = part.equal, memory_of(state, self).origin
         return super().update(part, state, grads, lr)

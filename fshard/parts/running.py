@@ -19,6 +19,7 @@ from fshard import tree
 from fshard.arguments import described
 from fshard.collectives.scope import SCOPE
 from fshard.errors import StateError, TreeError
+from fshard.optim.contract import LearningRate
 from fshard.runtime.engine.proxies import METADATA, PLACE
 from fshard.sharding.plan import Plan
 from fshard.state.flat import Flat, Form, mark_of
@@ -35,7 +36,7 @@ class Running(Protocol):
     def gradient(self, part: Any, params: Any, batch: Any) -> Any:
         """Perform ``fs.value_and_grad``."""
 
-    def update(self, part: Any, state: TrainState, grads: Any, lr: float | None) -> Any:
+    def update(self, part: Any, state: TrainState, grads: Any, lr: LearningRate) -> Any:
         """Perform ``fs.make_update``."""
 
     def evaluate(self, part: Any, state: TrainState, batch: Any) -> Any:
@@ -274,7 +275,7 @@ class Updated:
     part: Any
     grads: Flat
     state: TrainState
-    lr: float | None = None
+    lr: LearningRate = None
 
 
 class RunningMemory:

@@ -14,7 +14,7 @@ from fshard.arguments import Want, described, expect
 from fshard.errors import PlanError, TreeError, lines
 from fshard.optim.base import Optimizer, rate
 from fshard.optim.checks import is_optimizer, optimizer_meant
-from fshard.optim.contract import contract
+from fshard.optim.contract import LearningRate, contract
 from fshard.optim.scaling import LossScale
 from fshard.parts.ages import Ages, ages_of, trained_leaves
 from fshard.parts.copies import Marks, axes_of_copies
@@ -102,14 +102,15 @@ class UpdateStep:
     __reduce__ = not_copied
 
     @collective_call
-    def __call__(self, state: TrainState, grads: Any, *, lr: float | None = None) -> tuple[TrainState, UpdateMetrics]:
+    def __call__(self, state: TrainState, grads: Any, *, lr: LearningRate = None) -> tuple[TrainState, UpdateMetrics]:
         """Update a state. The update waits for the next forward, which hides it, or for the first read of the state.
 
         Args:
             state: the state; donated unless the update was made with ``donate=False``.
             grads: the gradients of the leaves that it updates, as ``fs.value_and_grad`` returns them, or any tree of
                 this rank's parts. They are donated with the state: a clone can be used afterwards.
-            lr: the learning rate of this update, in the place of the optimizer's own; equal on all ranks.
+            lr: the learning rate of this update, in the place of the optimizer's own; equal on all ranks. Of
+                ``fs.optim.partition`` several by its patterns.
 
         Returns:
             The next state, and the metrics.
@@ -129,7 +130,7 @@ class UpdateStep:
             return found
         return self._alone(state.here, grads, lr)
 
-    def _alone(self, state: TrainState, grads: Any, lr: float | None) -> tuple[TrainState, UpdateMetrics]:
+    def _alone(self, state: TrainState, grads: Any, lr: LearningRate) -> tuple[TrainState, UpdateMetrics]:
         """Update outside of a step: two exchanges of its own."""
         refuse_nested(PART)
         comm, flat, failure, facts = mesh_communicator(self.plan.mesh), None, None, Facts()
@@ -206,7 +207,7 @@ class UpdateStep:
         norms = norms_of([gradients.shards[group] for group in self._shares])
         return [list(zip(self._shares.values(), norms, strict=True))]
 
-    def checked(self, state: TrainState, grads: Any, lr: float | None) -> Flat:
+    def checked(self, state: TrainState, grads: Any, lr: LearningRate) -> Flat:
         """The gradients as chunks, if both fit.
 
         Raises:
@@ -216,7 +217,7 @@ class UpdateStep:
         self.check_state(state, lr)
         return self.fitting(grads)
 
-    def check_state(self, state: TrainState, lr: float | None) -> None:
+    def check_state(self, state: TrainState, lr: LearningRate) -> None:
         """Refuse a state whose optimizer state is not that of this optimizer, and a learning rate that is none.
 
         Raises:
@@ -257,7 +258,7 @@ class UpdateStep:
         self._fitting = form if fits else self._fitting
         return fits
 
-    def conclude(self, state: TrainState, flat: Flat, verdict: Verdict, lr: float | None) -> TrainState:
+    def conclude(self, state: TrainState, flat: Flat, verdict: Verdict, lr: LearningRate) -> TrainState:
         """The next state, whose update waits.
 
         Args:
@@ -295,11 +296,12 @@ class UpdateStep:
         if not math.isfinite(verdict.norm):
             raise not_finite(verdict, early=False)
 
-    def pending(self, state: TrainState, flat: Flat, norms: Sequence[float], scale: float, lr: float | None) -> Pending:
+    def pending(self, state: TrainState, flat: Flat, norms: Sequence[float], scale: float, lr: LearningRate) -> Pending:
         """The update, as data."""
         ages = self._ages(state.late)
         divisors = self.clip.divisors(scale, [scale * norm for norm in norms])
-        return self.updating.pending(state, state.step - ages.least, self._gradients(flat), divisors, lr)
+        step = state.step - ages.least
+        return self.updating.pending(state, step, self._gradients(flat), divisors, self.updating.fixed(step, lr))
 
     def _ages(self, late: Mapping[str, int]) -> Ages:
         """How it counts the leaves of a state."""

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from fshard.interchange.export_plan import pieces_of_ranks
-from fshard.interchange.optimizer_state import split_name
 from fshard.optim.around import CARRIED
 from fshard.proof.plain import PlainResult
 from fshard.proof.report import Row, Tolerance, number_row
@@ -25,7 +24,7 @@ from fshard.sharding.wire import FIELDS
 from fshard.state.entries import entries
 from fshard.state.init import take
 from fshard.state.move import whole_entry
-from fshard.state.pieces import Entry, gradients
+from fshard.state.pieces import Entry, gradients, split_name
 from fshard.state.settle import settle
 from fshard.state.train_state import TrainState
 from fshard.training.metrics import Metrics

@@ -67,17 +67,17 @@ class Equal:
         """The facts of what is given no state."""
         return Facts(self.number, lambda: self.tiers)
 
-    def of(self, state: TrainState, lr: float | None = None) -> Facts:
+    def of(self, state: TrainState, lr: float | Mapping[str, float] | None = None) -> Facts:
         """The facts of a step that is given this state, and a learning rate of its own."""
         step = state.step if self.opt is None else state.step // (contract(self.opt).steps or 1)
         rates = [sampled(value, step) for _, value in self.rates]
-        made = state.made
-        values = state.step, state.seed, state.count, state.scale, state.summed, rates, made is None, lr
+        made, given = state.made, sorted(lr.items()) if isinstance(lr, Mapping) else lr
+        values = state.step, state.seed, state.count, state.scale, state.summed, rates, made is None, given
         number = digest((self.number, values, state.late or None, sorted(made.items()) if made else None))
 
         def items() -> Tiers:
             told = {f"{name} of step {state.step}": repr(r) for (name, _), r in zip(self.rates, rates, strict=True)}
-            told |= {} if lr is None else {f"{RATE} of this call": repr(lr)}
+            told |= {} if lr is None else {f"{RATE} of this call": repr(given)}
             told |= {f"the state's {name}": repr(value) for name, value in scalars(state).items()}
             told |= {"the state": "returned by a step" if made is None else "made or restored"}
             return self.tiers[0] | told, {**self.tiers[1], **(made or {})}

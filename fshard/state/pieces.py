@@ -177,3 +177,14 @@ def _entry(plan: Plan, name: str, group: Group, number: int, buffer: Tensor) -> 
     piece = group.piece(number, mesh)
     values, frozen = buffer[begin:end].detach(), not leaf.trainable
     return Entry(name, leaf.shape, piece, values, mesh.ranks(others), leaf.at_rest, frozen)
+
+
+def split_name(name: str, leaves: Container[str]) -> tuple[str, str]:
+    """The buffer and the leaf of an optimizer's entry, ``opt.exp_avg.blocks.0.weight`` with or without ``opt``.
+
+    >>> split_name("opt.exp_avg.blocks.0.weight", {"blocks.0.weight", "weight"})
+    ('exp_avg', 'blocks.0.weight')
+    """
+    parts = name.removeprefix("opt.").split(".")
+    cut = next((at for at in range(1, len(parts)) if ".".join(parts[at:]) in leaves), len(parts))
+    return ".".join(parts[:cut]), ".".join(parts[cut:])

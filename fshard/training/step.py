@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 from fshard.collectives.copies import check_copies
 from fshard.collectives.scope import bind
 from fshard.model.init import normal
-from fshard.optim.base import Optimizer
-from fshard.optim.contract import Contract, contract
+from fshard.optim.base import Optimizer, rate
+from fshard.optim.contract import Contract, LearningRate, contract
 from fshard.optim.scaling import Scale
 from fshard.runtime.comm import collective_call
 from fshard.runtime.engine.engine import Engine
@@ -63,8 +63,9 @@ class Asked(NamedTuple):
     """What the caller of one step asks of it, beside the state and the batch."""
 
     shield: Shield
-    lr: float | None
+    lr: LearningRate
     stop: bool
+    rule: Callable[[], Contract]  # the optimizer, whose learning rate was asked once
 
 
 class TrainStep(OneFunction):
@@ -134,7 +135,7 @@ class TrainStep(OneFunction):
 
     @collective_call
     def __call__(
-        self, state: TrainState, batch: Any, *, lr: float | None = None, stop: bool = False
+        self, state: TrainState, batch: Any, *, lr: LearningRate = None, stop: bool = False
     ) -> tuple[TrainState, Metrics]:
         """Make one step.
 
@@ -144,7 +145,8 @@ class TrainStep(OneFunction):
         Args:
             state: the state; donated unless the step was made with ``donate=False``.
             batch: this rank's part of the global batch: any pytree of tensors and plain values.
-            lr: the learning rate of this step, in the place of the optimizer's own; equal on all ranks.
+            lr: the learning rate of this step, in the place of the optimizer's own; equal on all ranks. Of
+                ``fs.optim.partition`` several by its patterns, ``{r".*bias": 0.1}``; other rules keep theirs.
             stop: ask all ranks to stop after this step: where any rank does, ``metrics.stop`` is True on all of them.
 
         Returns:
@@ -164,10 +166,11 @@ class TrainStep(OneFunction):
         refuse_transforms("a train step")
         expect_state(state, "step")
         late, self._late = self._late, None
+        rule = functools.cache(functools.partial(self._updating.fixed, state.step, lr))
         result = None
         try:
             with Shield(late) as shield:
-                result = self._make(state, batch, Asked(shield, lr, stop))
+                result = self._make(state, batch, Asked(shield, lr, stop, rule))
             self._late = shield.late
             return result
         except BaseException:
@@ -209,7 +212,7 @@ class TrainStep(OneFunction):
     def _make(self, state: TrainState, batch: Any, asked: Asked) -> tuple[TrainState, Metrics]:
         begun = perf_counter()
         self._accept(state)
-        update = self._update(state, asked.lr)
+        update = self._update(state, asked.rule)
         with bind(self.plan.mesh, self.plan.data_axes):
             outcome = self._runner.run(self._request(state, batch, update, asked))
         state.memory.note_compared()
@@ -223,7 +226,7 @@ class TrainStep(OneFunction):
             update.shards,
             asked.shield,
             update,
-            refuse=functools.partial(self._refuse, state, asked.lr),
+            refuse=asked.rule,
             facts=functools.partial(self._equal.of, state, asked.lr),
             randomness=functools.partial(self._randomness, state.seed, state.step),
             accumulated=decide.accumulated(state.step, state.count, update.shards, loss_scale),
@@ -233,11 +236,6 @@ class TrainStep(OneFunction):
             rule_norms=functools.partial(decide.rule_norms, state.step),
             stop=asked.stop,
         )
-
-    def _refuse(self, state: TrainState, lr: float | None) -> None:
-        """Raise what this rank knows against the step before it begins."""
-        self._updating.rated(lr)
-        self._decide.refuse(state.step)
 
     def _ran(self, batch: Any, begun: float, outcome: Outcome) -> Ran:
         """How the step ran on this rank, which began it at this time."""
@@ -257,12 +255,12 @@ class TrainStep(OneFunction):
             self._check_numbers(verdict, state.step)
         factor = decide.mean(state.step, state.count, verdict)
         summed = state.summed if overflow else decide.summed(state.step, state.summed, verdict)
-        metrics = self._metrics(state.step, outcome, factor, overflow, ran)
-        metrics = metrics if asked.lr is None else replace(metrics, lr=asked.lr)
+        lr = rate(asked.rule().lr, state.step // decide.every + 1)
+        metrics = self._metrics(state.step, outcome, factor, overflow, ran, lr)
         if not overflow and decide.skips(metrics, self._runner.programs.comms.control):
             decide.grads.drop()
             return state, replace(metrics, skipped=True)
-        memory = self._memory(state, update, outcome, factor if not overflow else None, asked.lr)
+        memory = self._memory(state, update, outcome, factor if not overflow else None, asked.rule())
         if scale is not None and self.options.loss_scale is not None:
             scale = self.options.loss_scale.after(scale, finite=not overflow)
         count = decide.count(state.step, state.count, verdict, overflow)
@@ -274,7 +272,7 @@ class TrainStep(OneFunction):
         return following, metrics
 
     def _memory(
-        self, state: TrainState, update: Update, outcome: Outcome, factor: float | None, lr: float | None
+        self, state: TrainState, update: Update, outcome: Outcome, factor: float | None, rule: Contract
     ) -> Memory:
         """The buffers of the next state, with the update that waits for the next forward, unless there is no factor."""
         verdict, decide = outcome.verdict, self._decide
@@ -285,10 +283,10 @@ class TrainStep(OneFunction):
             return Memory(self.plan, self._handed_on(state))
         unit = decide.unit(verdict, outcome.divided)
         scales = decide.scales(state.step, factor, verdict, unit)
-        self._last = self._updating.pending(state, state.step, decide.grads, scales, lr, unit)
+        self._last = self._updating.pending(state, state.step, decide.grads, scales, rule, unit)
         return Memory(self.plan, self._handed_on(state), self._last, self._updating.shared)
 
-    def _update(self, state: TrainState, lr: float | None) -> Update:
+    def _update(self, state: TrainState, rule: Callable[[], Contract]) -> Update:
         """What the schedule applies: the update of the step before, or, in the backward, that of this step."""
         if self._last is not None and self._last is not state.pending:
             self._last.detach()
@@ -296,9 +294,11 @@ class TrainStep(OneFunction):
         if not self._early:
             return Update(state.shards(), state.pending, state.stale)
         shards = complete(state, self.plan.mesh).finished()
-        if not self._updating.takes(lr):  # which the step refuses before it begins, on all ranks
-            lr = None
-        pending = self._updating.pending(state, state.step, self._decide.grads, (None,), lr)
+        try:
+            made = rule()
+        except Exception:  # which the step refuses before it begins, on all ranks
+            made = self._updating.opt
+        pending = self._updating.pending(state, state.step, self._decide.grads, (None,), made)
         return Update(shards if self.options.donate else shards.clone(), pending, {**self._updating.shared})
 
     def _handed_on(self, state: TrainState) -> Shards:
@@ -326,13 +326,13 @@ class TrainStep(OneFunction):
         if self.options.running.debug and not self._early:
             check_copies(self.plan, self._decide.grads.shards, self._runner.programs.comms.control)
 
-    def _metrics(self, step: int, outcome: Outcome, factor: float, skipped: bool, ran: Ran) -> Metrics:
+    def _metrics(self, step: int, outcome: Outcome, factor: float, skipped: bool, ran: Ran, lr: float) -> Metrics:
         verdict, decide, wide = outcome.verdict, self._decide, self._updating.wide
         aux = combine_aux(outcome.measured.aux, verdict.means)
         loss = scalar(verdict.loss, widened([outcome.measured.losses[0][0].dtype]))
         norm = scalar(decide.norm(verdict, factor), wide)
         norms = {name: scalar(one, wide) for name, one in decide.named_norms(step, factor, verdict).items()}
-        return Metrics(loss, norm, aux, skipped, verdict.stop, decide.rate(step), norms, verdict.count, ran)
+        return Metrics(loss, norm, aux, skipped, verdict.stop, lr, norms, verdict.count, ran)
 
 
 def programs_of(plan: Plan, options: Options, opt: Contract) -> Programs:

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
-from fshard.errors import PlanError, TreeError
-from fshard.optim.contract import Contract
+from fshard.errors import TreeError
+from fshard.optim.contract import Contract, LearningRate
 from fshard.runtime.execution import Gradients, Pending, Rounding, partly_updated, rounded_groups
 from fshard.runtime.memory.optimizer_layout import BufferLayout, UpdateSlice, shard_layouts, update_slices
 from fshard.runtime.steps import widened
@@ -33,7 +33,7 @@ class Updating:
     chosen: Plan
     clip: Clip
     _fits: object = None  # where the latest state that fits keeps the optimizer's buffers
-    _rated: tuple[float, Contract] | None = None  # the latest learning rate that was given, and the optimizer with it
+    _rated: tuple[object, Contract] | None = None  # the latest learning rate that was given, and the optimizer with it
 
     def check(self, state: TrainState, late: Mapping[str, int] | None = None) -> None:
         """Refuse a state that this optimizer cannot update.
@@ -72,7 +72,7 @@ class Updating:
         step: int,
         grads: Gradients,
         divisors: Sequence[float | None],
-        lr: float | None = None,
+        rule: Contract,
         unit: float = 1.0,
     ) -> Pending:
         """The update of a state, as data.
@@ -82,21 +82,21 @@ class Updating:
             step: the number of updates so far, for the leaves that have had most.
             grads: the gradients.
             divisors: what gradients are divided by, for each rule of clipping.
-            lr: the learning rate, in the place of the optimizer's own.
+            rule: the optimizer with the learning rate of this update, see ``fixed``.
             unit: what residuals are multiplied by, so that a state can keep them.
         """
         rounding = Rounding(self.plan, state.seed, self._rounded) if self._rounded else None
-        return Pending(self.rated(lr), step, grads, divisors, rounding, unit)
+        return Pending(rule, step, grads, divisors, rounding, unit)
 
-    def takes(self, lr: float | None) -> bool:
-        """Whether the optimizer can update with this learning rate."""
-        try:
-            self.rated(lr)
-        except PlanError:
-            return False
-        return True
+    def fixed(self, step: int, lr: LearningRate = None) -> Contract:
+        """The optimizer with the learning rates of one update, after so many updates, as numbers.
 
-    def rated(self, lr: float | None) -> Contract:
+        Raises:
+            PlanError: it has no learning rate for this update.
+        """
+        return self.rated(lr).at_step(step + 1)
+
+    def rated(self, lr: LearningRate) -> Contract:
         """The optimizer, with another learning rate if one is given.
 
         Raises:
@@ -105,7 +105,7 @@ class Updating:
         if lr is None:
             return self.opt
         if self._rated is None or self._rated[0] != lr:
-            self._rated = lr, self.opt.with_rate(lr)
+            self._rated = dict(lr) if isinstance(lr, Mapping) else lr, self.opt.with_rate(lr)
         return self._rated[1]
 
     def _limit(self, path: str) -> int:

@@ -9,7 +9,6 @@ from torch import Tensor
 
 from fshard.errors import LossError, NonFiniteError, lines
 from fshard.optim.around import CARRIED
-from fshard.optim.base import rate
 from fshard.optim.contract import Contract
 from fshard.runtime.comm import Communicator
 from fshard.runtime.execution import Gradients, Shard
@@ -55,14 +54,6 @@ class Decisions:
     def updates(self, step: int) -> bool:
         """Whether this step, counted from 0, updates; with ``fs.optim.every`` most accumulate their gradients."""
         return (step + 1) % self.every == 0
-
-    def refuse(self, step: int) -> None:
-        """Raise what this rank knows against the step before it begins.
-
-        Raises:
-            PlanError: the optimizer has no learning rate for this step.
-        """
-        self.rate(step)
 
     def accumulated(
         self, step: int, count: float, shards: Sequence[Shard], loss_scale: float
@@ -120,10 +111,6 @@ class Decisions:
         names = [pattern for pattern, _ in self.clip.rules] if self._clipped(step) else []
         names += self.watched.names if self.watched is not None else ()
         return {name: factor * total for name, total in zip(names, verdict.rules, strict=True)}
-
-    def rate(self, step: int) -> float:
-        """The learning rate of the update that this step makes, or leads to."""
-        return rate(self.opt.lr, step // self.every + 1)
 
     def _clipped(self, step: int) -> int:
         return len(self.clip.rules) if self.clip.apart and self.updates(step) else 0
