@@ -15,19 +15,16 @@ from fshard.checkpoint.read import read_into
 from fshard.checkpoint.states import one_mesh, whole_entries
 from fshard.checkpoint.tensorfile import NAMES
 from fshard.errors import CheckpointError, PlanError, ShardError, TreeError, lines
-from fshard.optim.around import CARRIED, EMA
 from fshard.optim.base import Optimizer
 from fshard.patterns import bad_regex, first_matches, idle
 from fshard.reading.files import file_errors
 from fshard.reading.problems import damaged, listed
 from fshard.runtime.comm import Communicator, all_ranks_or_raise, each_rank_or_raise
-from fshard.runtime.memory.optimizer_layout import BASIS, RESIDUAL
 from fshard.sharding.mesh import Mesh
 from fshard.sharding.plan import Plan
-from fshard.state.entries import LATE, assemble, scalars
-from fshard.state.exchanges import ANCHOR
+from fshard.state.entries import assemble, scalars
 from fshard.state.past import Past, Run
-from fshard.state.pieces import PARAMS, Entry, split_name
+from fshard.state.pieces import Entry
 from fshard.state.replicas import of_all_replicas, saved_at, with_replicas
 from fshard.state.train_state import TrainState
 
@@ -46,9 +43,6 @@ class Request:
     rules: TakeRules | None = None
     into: TrainState | None = None
 
-
-UNCOUNTED = {EMA, CARRIED, RESIDUAL, BASIS, ANCHOR}
-"""Buffers that no number of updates corrects."""
 
 Prepared = tuple[Manifest, TrainState, list[Slice]]
 """The part of a manifest that tells of one state, the state, and what to read into it."""
@@ -123,39 +117,8 @@ def prepare(folder: str, manifest: Manifest, request: Request) -> tuple[TrainSta
         )
     for entry in rest:
         entry.tensor.copy_(kept[entry.name].tensor)
-    if into is not None or request.rules is not None:
-        state = replace(state, late=_late(state, into, manifest, [entry.name for entry in blank], names))
+    state = replace(state, late=late_by_moments(state, into, manifest, [entry.name for entry in blank], names))
     return state, [*_slices(blank, names, mesh)]
-
-
-def _late(
-    state: TrainState, into: TrainState | None, manifest: Manifest, entries: Sequence[str], names: Mapping[str, str]
-) -> dict[str, int]:
-    """How many updates fewer than the state's step each leaf has had: moments come with their own count.
-
-    Raises:
-        PlanError: moments of one leaf come from states in which it has had unlike numbers of updates.
-    """
-    saved = {name.removeprefix(PARAMS) for name in manifest.tensors if name.startswith(PARAMS)}
-    counts: dict[str, dict[int, str]] = {}
-    for name in (name for name in entries if name.startswith("opt.")):
-        buffer, path = split_name(name, state.plan.leaves)
-        if buffer in UNCOUNTED:
-            continue
-        late, step = (into.late.get(path, 0), into.step) if into is not None else (0, 0)
-        if name in names:
-            origin = split_name(names[name], saved)[1]
-            late, step = int(manifest.scalars.get(LATE + origin) or 0), manifest.step
-        counts.setdefault(path, {})[step - late] = names.get(name, f"{name} of into=")
-    mixed = [
-        f"{path}: {count} of {where}" for path, each in counts.items() if len(each) > 1 for count, where in each.items()
-    ]
-    if mixed:
-        remedy = "Let rules= read all optimizer state of a leaf, or none of it: moments are corrected by one count."
-        raise PlanError(lines("optimizer state of one leaf has had unlike numbers of updates:", mixed, remedy))
-    found = {path: state.step - next(iter(each)) for path, each in counts.items()}
-    found = {path: state.late.get(path, 0) for path in state.late.keys() - found.keys()} | found
-    return {path: late for path, late in found.items() if late}
 
 
 def _slices(entries: Sequence[Entry], names: Mapping[str, str], mesh: Mesh) -> Iterator[Slice]:
