@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from fshard.checkpoint.counts import late_by_moments
 from fshard.checkpoint.folder import read_manifest, step_folder
 from fshard.checkpoint.manifest import Manifest, TensorInfo
 from fshard.checkpoint.problems import other_folder

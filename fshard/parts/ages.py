@@ -51,13 +51,13 @@ def ages_of(late: Mapping[str, int], updated: Sequence[str], trained: Sequence[s
     After(more=1, late={'b': 1})
     >>> ages_of({"b": 1}, ["b"], ["a", "b"]).after
     After(more=0, late={})
-    >>> ages_of({"a": -6}, ["a"], ["a"]).relative
-    {'a': -6}
+    >>> ages_of({"a": -6}, ["a"], ["a"]).after
+    After(more=1, late={'a': -6})
     """
     own = {path: late.get(path, 0) for path in updated}
     every = {path: late.get(path, 0) + (path not in own) for path in trained}
-    least, fewest = max(0, min(own.values())), max(0, min(every.values()))
-    relative = {path: missed - least for path, missed in own.items() if missed != least}
+    least, fewest = min(own.values()), max(0, min(every.values()))
+    relative = {path: missed - least for path, missed in own.items() if missed > least}
     after = {path: missed - fewest for path, missed in every.items() if missed != fewest}
     return Ages(dict(late), least, relative, After(1 - fewest, after))
 

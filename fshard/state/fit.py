@@ -65,13 +65,13 @@ def check_late(opt: Optimizer, late: Mapping[str, int]) -> None:
     """
     given = inspect.signature(opt.update).parameters
     if late and "late" not in given and not any(p.kind is p.VAR_KEYWORD for p in given.values()):
-        rows = [f"{path}: since step {n}" if n > 0 else f"{path}: {-n} updates before step 0" for path, n in late.items()]
+        rows = [f"{path}: since step {n}" if n > 0 else f"{path}: {-n} more than steps" for path, n in late.items()]
         remedy = (
             "Give its update the argument late: int = 0, the updates there were before a leaf began to train; a rule "
             "without a bias correction may ignore it."
         )
         raise PlanError(
-            lines(f"{type(opt).__name__}.update takes no late=, and leaves have had other numbers of updates:", rows, remedy)
+            lines(f"{type(opt).__name__}.update takes no late=, and leaves have own numbers of updates:", rows, remedy)
         )
 
 

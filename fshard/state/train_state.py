@@ -45,7 +45,8 @@ class TrainState:
         scale: where loss scaling stands, ``(value, good)``; None before the first step with ``loss_scale=``.
         count: under ``fs.optim.every``, the elements of ``fs.Mean`` whose gradients are carried, as their sum; else 0,
             and what is carried are gradients of each step's mean. Neither depends on ranks or microbatches.
-        late: the step at which a leaf began to train, by path; leaves that train from the start are left out. Moments
+        late: the step at which a leaf began to train, by path; less than 0 where it has had more updates than steps,
+            such as in another run. Leaves that train from the start are left out. Moments
             are corrected by the updates that a leaf has had, as in ``torch.optim``, which counts them for each.
         past: where it comes from.
         summed: whether what rounding has left out, ``opt_state["residual"]``, is of sums over the elements of
