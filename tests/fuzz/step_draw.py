@@ -9,6 +9,9 @@ import re
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+STEPS = 3
+"""Calls of a step function."""
+
 PATHS = (
     "scale",
     *[f"{unit}.{leaf}" for unit in ("gen.0", "gen.1", "dis.0") for leaf in ("inp", "bias", "out", "norm")],
@@ -41,6 +44,21 @@ class Op:
 
 
 @dataclass(frozen=True)
+class Program:
+    """What a step function does while its flag has one value.
+
+    Attributes:
+        ops: the ops. Its first registers are the states, and then a frozen one that comes in the batch.
+        returned: the register of each state that it returns.
+        told: the registers of its metrics.
+    """
+
+    ops: tuple[Op, ...]
+    returned: tuple[int, ...]
+    told: tuple[int, ...]
+
+
+@dataclass(frozen=True)
 class Case:
     """A step function, and how it runs.
 
@@ -48,9 +66,8 @@ class Case:
         sizes: of the mesh.
         names: of its axes.
         rules: of each state's plan: a key of ``step_run.PLANS``.
-        ops: the program. Its first registers are the states, and then a frozen one that comes in the batch.
-        returned: the register of each state that it returns.
-        told: the registers of its metrics.
+        programs: what the step function does, by the value of a flag.
+        flags: the value of the flag in each call.
         how: "step", "asking" or "eager", see ``tests.parts.ways``.
         real: whether it runs on real processes.
         options: of the parts.
@@ -61,9 +78,8 @@ class Case:
     sizes: tuple[int, ...]
     names: tuple[str, ...]
     rules: tuple[str, ...]
-    ops: tuple[Op, ...]
-    returned: tuple[int, ...]
-    told: tuple[int, ...]
+    programs: tuple[Program, ...]
+    flags: tuple[int, ...]
     opt: str
     how: str
     real: bool
@@ -267,8 +283,7 @@ def draw(seed: int, number: int, real: float = 0.0) -> Case:
     )
     states = die.choice([1, 1, 1, 2])
     how = die.choice(["step", "step", "step", "step", "asking", "eager"])
-    writer = Writer(die, states)
-    writer.write(die.randint(3, 14))
+    programs = [program(die, states, die.randint(3, 14))]
     options = {"accumulate": die.choice([1, 1, 2]), "remat": die.choice([None, None, "all"])}
     policy = {
         "prefetch": die.randrange(4),
@@ -277,7 +292,27 @@ def draw(seed: int, number: int, real: float = 0.0) -> Case:
     }
     return Case(
         number, sizes, names, tuple(die.choice(["mixed", "flat", "spread"]) for _ in range(states)),
-        tuple(writer.ops), tuple(writer.latest), tuple(writer.told), die.choice(["sgd", "adamw"]), how,
+        *flagged(die, programs, states), die.choice(["sgd", "adamw"]), how,
         die.random() < real, how != "eager" and die.random() < 0.7, die.random() < 0.3,
         tuple(options.items()), tuple(policy.items()),
     )  # fmt: skip
+
+
+def program(die: random.Random, states: int, many: int) -> Program:
+    """A program of at least so many ops."""
+    writer = Writer(die, states)
+    writer.write(many)
+    return Program(tuple(writer.ops), tuple(writer.latest), tuple(writer.told))
+
+
+def flagged(die: random.Random, programs: list[Program], states: int) -> tuple[tuple[Program, ...], tuple[int, ...]]:
+    """The programs of a step function whose flag may change between calls, and its values in these."""
+    flags = die.choice([(0,) * STEPS, (0, 1, 0), (0, 1, 1), (0, 0, 1)])
+    if any(flags):
+        longer = program(die, states, die.randint(1, 8))
+        own = programs[0]
+        shorter = Program((), tuple(range(states)), ())  # the flag takes all passes and updates away
+        programs.append(die.choice([longer, longer, shorter]))
+        if die.random() < 0.5:
+            programs[:] = [programs[1], own]
+    return tuple(programs), flags

@@ -12,12 +12,11 @@ from torch import Tensor
 import fshard as fs
 from fshard import P, tree
 from tests.fuzz.run import Verdict
-from tests.fuzz.step_draw import Case, Op
+from tests.fuzz.step_draw import Case, Op, Program
 from tests.parts.plain import RULES, Parts, Plain, PlainState, batch, close, local, whole
 from tests.parts.ways import OPTS, asking
 from tests.shared.workers import Pools
 
-STEPS = 3
 FROZEN = 7
 """The seed of the state that comes in the batch."""
 PLANS: dict[str, Any] = {
@@ -77,17 +76,17 @@ def readable(state: Any) -> Any:
     return fs.settle(state) if outside else state
 
 
-def interpret(case: Case, parts: Sequence[Any], states: Sequence[Any], given: Any) -> Any:
+def interpret(does: Program, parts: Sequence[Any], states: Sequence[Any], given: Any) -> Any:
     """The step function."""
     data = {name: given[name] for name in ("x", "y", "w")}
     held = [*states, given["frozen"]]
     plans = [*range(len(states)), len(states) - 1]
-    for op in case.ops:
+    for op in does.ops:
         made = perform(op, parts, plans, held, data)
         numbers = op.kind in ("evaluate", "norm", "mix", "where")
         plans += [-1 if numbers else plans[op.of[0]], -1][: len(made)]
         held += made
-    return tuple(held[n] for n in case.returned), {str(n): held[n] for n in case.told}
+    return tuple(held[n] for n in does.returned), {str(n): held[n] for n in does.told}
 
 
 def sharded(case: Case) -> tuple[list[dict[str, Tensor]], list[list[float]]]:
@@ -98,22 +97,26 @@ def sharded(case: Case) -> tuple[list[dict[str, Tensor]], list[list[float]]]:
         parts = [Parts(plan, opt, case.donate, debug=case.debug, **dict(case.options)) for plan in plans]
         policy["reshard"] = fs.keep(last=1) if policy["reshard"] == "keep" else policy["reshard"]
 
+        flag = [0]
+
         def fn(states: Any, given: Any) -> Any:
-            return interpret(case, parts, states, given)
+            states, metrics = interpret(case.programs[flag[0]], parts, states, given)
+            return states, metrics | {"drawn": torch.rand((), dtype=torch.float64)}
 
         options: dict[str, Any] = {"schedule": fs.Policy(**policy), "donate": case.donate, "debug": case.debug}
         made = fs.make_step(asking(fn) if case.how == "asking" else fn, plans[0], **options)
         step = fn if case.how == "eager" else made
         states: Any = tuple(fs.init_state(plan, opt, params=whole(n)) for n, plan in enumerate(plans))
-        frozen, told = fs.init_state(plans[-1], opt, params=whole(FROZEN)), []
-        for number in range(STEPS):
+        frozen, told, drawn = fs.init_state(plans[-1], opt, params=whole(FROZEN)), [], set[float]()
+        for number, flag[0] in enumerate(case.flags):
+            does = case.programs[flag[0]]
             states, metrics = step(states, {**local(batch(number), plans[0]), "frozen": frozen})
-            told.append([float(metrics[str(n)]) for n in case.told])
-            if (
-                case.how == "step"
-                and any(op.kind in ("grad", "evaluate") for op in case.ops)
-                and made.record != made.schedule.ops
-            ):
+            told.append([float(metrics[str(n)]) for n in does.told])
+            drawn.add(float(metrics["drawn"]))
+            if case.how != "eager" and ([s.step for s in states] != [number + 1] * len(states) or len(drawn) <= number):
+                raise AssertionError(f"call {number} is not one step: {states}, and draws {drawn}")
+            scheduled = any(op.kind in ("grad", "evaluate") for op in does.ops)
+            if case.how == "step" and not any(case.flags) and scheduled and made.record != made.schedule.ops:
                 raise AssertionError(f"step {number} left its schedule: {made.record}")
         if any(
             not torch.equal(fs.unshard(frozen.params, plans[-1])[k], v)
@@ -129,9 +132,10 @@ def plain(case: Case) -> tuple[list[dict[str, Tensor]], list[list[float]]]:
     parts = [Plain(OPTS[case.opt])] * len(case.rules)
     states: Any = tuple(PlainState(whole(n)) for n in range(len(parts)))
     told = []
-    for number in range(STEPS):
-        states, metrics = interpret(case, parts, states, {**batch(number), "frozen": PlainState(whole(FROZEN))})
-        told.append([float(metrics[str(n)]) for n in case.told])
+    for number, flag in enumerate(case.flags):
+        does, given = case.programs[flag], {**batch(number), "frozen": PlainState(whole(FROZEN))}
+        states, metrics = interpret(does, parts, states, given)
+        told.append([float(metrics[str(n)]) for n in does.told])
     return [dict(tree.paths(state.params)) for state in states], told
 
 
@@ -143,7 +147,7 @@ def check(case: Case, pools: Pools | None = None) -> Verdict:
         return Verdict("refused", "it diverges")
     try:
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", ".*run one by one")
+            warnings.filterwarnings("ignore", ".*(run one by one|left their schedule)")
             if case.real and pools is not None:
                 results = pools(case.ranks).run(sharded, case, timeout=60.0)
             else:
@@ -154,7 +158,7 @@ def check(case: Case, pools: Pools | None = None) -> Verdict:
     if any(result[1] != told for result in results):
         return Verdict("wrong", f"ranks were told different numbers: {[result[1] for result in results]}")
     for step, (mine, other) in enumerate(zip(told, numbers, strict=True)):
-        for number, a, b in zip(case.told, mine, other, strict=True):
+        for number, a, b in zip(case.programs[case.flags[step]].told, mine, other, strict=True):
             if not close(a, b):
                 return Verdict("wrong", f"step {step}: register {number} is {a!r}, and {b!r} in plain PyTorch")
     for number, (found, state) in enumerate(zip(params, want, strict=True)):
