@@ -292,7 +292,7 @@ def draw(seed: int, number: int, real: float = 0.0) -> Case:
     }
     return Case(
         number, sizes, names, tuple(die.choice(["mixed", "flat", "spread"]) for _ in range(states)),
-        *flagged(die, programs, states), die.choice(["sgd", "adamw"]), how,
+        *flagged(random.Random(f"flags {seed} {number}"), programs, states), die.choice(["sgd", "adamw"]), how,
         die.random() < real, how != "eager" and die.random() < 0.7, die.random() < 0.3,
         tuple(options.items()), tuple(policy.items()),
     )  # fmt: skip
@@ -313,6 +313,6 @@ def flagged(die: random.Random, programs: list[Program], states: int) -> tuple[t
         own = programs[0]
         shorter = Program((), tuple(range(states)), ())  # the flag takes all passes and updates away
         programs.append(die.choice([longer, longer, shorter]))
-        if die.random() < 0.5:
+        if die.random() < 0.5 and programs[1].ops:
             programs[:] = [programs[1], own]
     return tuple(programs), flags
