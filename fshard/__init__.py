@@ -33,8 +33,10 @@ The spec says where, the schedule says when, the runtime does it::
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from fshard import collectives, errors, optim, tree
 from fshard import torch_internals as torch_internals  # before all that imports torch
+
+# isort: split
+from fshard import collectives, errors, optim, tree
 from fshard.launch import make_mesh
 from fshard.launching.launch import launch
 from fshard.model import checkpoint_policies, init, random

@@ -86,7 +86,7 @@ def _check(**numbers: int | None) -> None:
 
 def _values(path: str) -> tuple[Path, dict[str, Any]]:
     file = Path(path) / "config.json" if Path(path).is_dir() else Path(path)
-    found = read_json(file)
+    found = read_json(file, infinite=True)
     if not isinstance(found, dict) or not isinstance(found.get("model_type"), str):
         raise PlanError(f"{file} has no model_type, so it is no configuration of Hugging Face")
     return file, found

@@ -160,10 +160,6 @@ class Recording(Composition):
         if cut is not None:
             self.guard.know(leaf, cut)
 
-    def check_arithmetic(self) -> None:
-        """Raise what the guard refuses."""
-        self.guard.check()
-
     def gradient(self, part: Any, params: Any, batch: Any) -> Any:
         """Note what it must have in common on all ranks."""
         self.equals[id(part)] = part.equal, None
@@ -175,8 +171,9 @@ class Recording(Composition):
         return super().update(part, state, grads, lr)
 
     def differentiate(self, equal: Equal) -> None:
-        """Note what it must have in common on all ranks."""
+        """Note what it must have in common on all ranks. The guard cannot follow shards through transforms."""
         self.equals[id(equal)] = equal, None
+        self.guard.leave()
 
     def given_chunks(self, state: int) -> Mapping[int, Tensor]:
         """Fake shards."""
@@ -299,9 +296,9 @@ def record(fn: Callable[..., Any], given: Arguments, plan: Plan) -> Recorded | U
     try:
         with around, recording.guard, bind(plan.mesh, plan.data_axes, running=recording):
             result = recording.result(fn(*inside))
-        recording.check_arithmetic()
+        recording.guard.check()
     except Exception as error:
-        recording.check_arithmetic()
+        recording.guard.check()
         if isinstance(error, Untraceable):
             return Untraced(str(error))
         if not needs_values(error):

@@ -66,18 +66,12 @@ class Running(Protocol):
     def hand_out(self, leaf: Tensor, flat: "RunningFlat", number: int) -> None:
         """Note that code between the parts gets a leaf of a tree."""
 
-    def check_arithmetic(self) -> None:
-        """Refuse what code between the parts has done with shards."""
-
 
 class Unwatched:
     """A step function whose code between the parts was watched when it was traced."""
 
     def hand_out(self, leaf: Tensor, flat: "RunningFlat", number: int) -> None:
         """Do nothing: the trace has noted it."""
-
-    def check_arithmetic(self) -> None:
-        """Do nothing: the trace would have refused."""
 
 
 def running_of(given: Any) -> Running | None:
@@ -109,13 +103,7 @@ class Later(Tensor):
             with DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
         args, kwargs = tree.map(current, (args, kwargs or {}))
-        running = _under_way()
-        if running is None:
-            return func(*args, **kwargs)
-        try:
-            return func(*args, **kwargs)
-        finally:
-            running.check_arithmetic()
+        return func(*args, **kwargs)
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]

@@ -60,14 +60,14 @@ def read_text(path: str | os.PathLike[str], most: int = LARGEST) -> str:
         raise refused(os.fspath(path), [f"it is not text in UTF-8: {error}"]) from None
 
 
-def read_json(path: str | os.PathLike[str], most: int = LARGEST) -> Any:
-    """Return the value of a file of strict JSON.
+def read_json(path: str | os.PathLike[str], most: int = LARGEST, *, infinite: bool = False) -> Any:
+    """Return the value of a file of strict JSON; with ``infinite`` numbers may be NaN and Infinity.
 
     Raises:
         PlanError: as from ``read_text``, or it is not JSON within the bounds of ``parse_json``.
     """
     text = read_text(path, most)
     try:
-        return parse_json(text.encode())
+        return parse_json(text.encode(), infinite=infinite)
     except ValueError as error:
         raise refused(os.fspath(path), [f"it is not JSON: {error}"]) from None

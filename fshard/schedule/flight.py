@@ -147,7 +147,7 @@ def read_records(folder: Path) -> list[Record]:
 def _record(path: Path) -> Iterator[Record]:
     """The record of a file, without entries if it cannot be read; none if the file is not of a rank."""
     name = NAME.fullmatch(path.name)
-    if name is None:
+    if name is None or path.is_dir():
         return
     try:
         content = read_bytes(path)

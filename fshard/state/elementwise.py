@@ -74,6 +74,11 @@ class ShardArithmetic(TorchDispatchMode):  # type: ignore[no-untyped-call]
         else:
             self._made[leaf] = False
 
+    def leave(self) -> None:
+        """Stop watching, and forget what was refused: derivatives, which are not followed, do more with shards."""
+        self.fault = None
+        self.off += 1
+
     def check(self) -> None:
         """Raise the refusal.
 

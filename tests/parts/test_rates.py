@@ -83,7 +83,7 @@ def test_an_optimizer_with_several_rates_takes_none() -> None:
     plan = plan_on(fs.make_mesh((1,), ("shard",)))
     opt = fs.optim.partition([(".*bias.*|b.*", fs.optim.sgd(0.1)), (".*", fs.optim.sgd(0.2))])
     state = fs.init_state(plan, opt, params=whole())
-    with pytest.raises(PlanError, match="not exactly one"):
+    with pytest.raises(PlanError, match="replaces exactly one"):
         steps_of(plan, opt, "train step")(state, batch(0), 0.1)
 
 

@@ -213,7 +213,7 @@ def test_states_that_cannot_be_evaluated() -> None:
     evaluate = fs.make_eval_step(loss, plan)
     with pytest.raises(PlanError, match="no schedule yet"):
         print(evaluate.schedule)
-    fs.make_train_step(loss, rule(), plan)(state, _batch(0, 0, 1))
+    following, _ = fs.make_train_step(loss, rule(), plan)(state, _batch(0, 0, 1))
     with pytest.raises(DonatedError, match="state of step 0"):
         evaluate(state, _batch(0, 0, 1))
 

@@ -295,7 +295,8 @@ def _backward(engine: Engine, result: Any) -> tuple[bool, bool]:
     if below and len(foreign) == len(below):
         raise foreign_loss()
     _tell_untrained([leaf for leaf in foreign if isinstance(leaf, nn.Parameter) or not isinstance(leaf, FakeTensor)])
-    engine.differentiate(loss.total, torch.ones_like(loss.total))
+    with torch.autograd.set_multithreading_enabled(False):  # as in a step: units find their context again
+        engine.differentiate(loss.total, torch.ones_like(loss.total))
     return loss.count is not None, bool(foreign)
 
 
