@@ -76,7 +76,9 @@ class Found:
         if self.counter is None:
             return {}
         if isinstance(self.counter, Tensor):
-            return {"step": torch.full_like(self.counter, updates, device="cpu")}
+            # Not by full_like: of a tensor that torch.tensor makes, a trace on fake tensors knows the value.
+            count = torch.tensor(float(updates), dtype=self.counter.dtype, device="cpu")
+            return {"step": count if self.counter.ndim == 0 else count.reshape(self.counter.shape)}
         return {"step": type(self.counter)(updates)}
 
 
