@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import fshard as fs
-from fshard.parts import replay
+from fshard.parts import readings
 from fshard.runtime.steps import consensus
 from tests.device.waits import KINDS, going
 from tests.gpu.models import TINY, Size, job, rows
@@ -83,7 +83,7 @@ def watched(place: Place) -> Iterator[list[int]]:
             _watch(place, "error")
 
     with pytest.MonkeyPatch.context() as change:
-        for module in (consensus, replay):
+        for module in (consensus, readings):
             change.setattr(module, "read", read)
         place.synchronize()
         _watch(place, "error")

@@ -67,6 +67,7 @@ CALLS: dict[str, Callable[[], tuple[Any, ...]]] = {
     "perplexity": lambda: (st(), loss, [X]),
     "train_loop": lambda: (step(), st, lambda start: iter(())),
     "tree.norm": lambda: (st().params, PLAN),
+    "tree.norms": lambda: (st().params, PLAN),
     "tree.scale": lambda: (st().params, 2.0),
     "tree.normal": lambda: (KEY, PLAN),
     "tree.rademacher": lambda: (KEY, PLAN),
