@@ -39,8 +39,8 @@ def read_number(token: str, prefix: str = "") -> int:
     Raises:
         ValueError: it is no such token.
     """
-    if not re.fullmatch(re.escape(prefix) + r"-?[0-9]{1,30}", token, re.ASCII):
-        raise ValueError(f"{token[:40]!r} is not of the form {prefix}NUMBER, of at most 30 digits")
+    if not re.fullmatch(re.escape(prefix) + r"-?[0-9]{1,100}", token, re.ASCII):
+        raise ValueError(f"{token[:40]!r} is not of the form {prefix}NUMBER, of at most 100 digits")
     return int(token[len(prefix) :])
 
 

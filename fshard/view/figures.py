@@ -17,6 +17,8 @@ def empty_figure(call: str, width: float, height: float) -> "Figure":
         ImportError: matplotlib is not installed.
     """
     try:
+        import matplotlib.figure  # noqa: F401 - whether it is there: the next line may be cached
+
         from fshard.view.picture import Picture
     except ImportError as error:
         raise missing_extra(call, "matplotlib", "view") from error
