@@ -191,7 +191,7 @@ class StepRunner:
                 held.pop(recorded, None)
 
     def _key(self, given: Arguments) -> Hashable:
-        """What arguments are recorded by. Plans live as long as their ids are keys."""
+        """The key of arguments. Plans live as long as their ids are keys."""
         return signature(given.state), signature(given.batch), tuple([id(state.plan) for state in given.states])
 
     def trace(self, recorded: Recorded) -> Trace:

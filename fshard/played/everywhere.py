@@ -184,7 +184,7 @@ class OfAllRanks:
         return mesh.run(lambda: self._all_here().calibrate(part_of(batch, plan), *args, **kwargs))[0]
 
     def _all_on_first(self, ask: Callable[[Any], Any]) -> Any:
-        """What the object of rank 0 answers, where it runs."""
+        """The answer of the object of rank 0, where it runs."""
         plan = self._all_plan
         mesh: Playable = plan.mesh  # type: ignore[assignment]
         return mesh.run(lambda: None if plan.mesh.rank else ask(self._all_here()))[0]

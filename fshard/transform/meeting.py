@@ -46,13 +46,13 @@ class Meeting:
     running: Any
 
     def facts(self, equal: Equal) -> Facts:
-        """What the handshake compares. A step function compares it at its beginning."""
+        """Facts that the handshake compares. A step function compares them at its beginning."""
         if self.running is not None:
             self.running.differentiate(equal)
         return Facts() if self.running is not None or self.mesh.size == 1 else equal.fixed()
 
     def all_ranks(self, place: str, body: Callable[[], Any], facts: Facts = Facts()) -> Any:  # noqa: B008 - frozen
-        """What ``body`` returns; what it raises on any rank is raised on all."""
+        """Return the result of ``body``; an error of any rank is raised on all."""
         value, failure = None, None
         try:
             with cutting(self.mesh):  # others may wait in a collective, and learn of a failure only here

@@ -98,7 +98,7 @@ class Flight:
 
     @property
     def stamp(self) -> Stamp | None:
-        """How far this rank has come; None before its first run."""
+        """The progress of this rank; None before its first run."""
         last = self._last
         return None if last is None else (last.number, len(last.times))
 

@@ -221,7 +221,7 @@ class ProcessTransport:
     def _in_time(
         self, make: Callable[[], Communicator], what: str, look: Callable[[], object] | None = None
     ) -> Communicator:
-        """What is made within the timeout, since the host of the store may be gone."""
+        """Make it within the timeout, since the host of the store may be gone."""
         self.watchdog.start()
         try:
             with naming_errors(f"making {what}"), self.watchdog.waiting(what):
