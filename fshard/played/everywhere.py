@@ -74,6 +74,7 @@ def called_on_each_rank(fn: Callable[P, R]) -> Callable[P, R]:
         if mesh is None or mesh.here is mesh and not mesh.everywhere:
             return fn(*args, **kwargs)
         if mesh.everywhere:
+            check_unwritten(args, kwargs)
             joined: R = play_joined(mesh, call, *args, **kwargs)
             return joined
         return _on_this_rank(fn, args, kwargs)
@@ -136,6 +137,7 @@ class OfAllRanks:
             )
         for value in args[:1]:
             _check_of_all(value, plan.mesh)
+        check_unwritten(args, kwargs)
 
         def on_rank() -> Any:
             own = [args[0], *(part_of(batch, plan) for batch in args[1:2]), *args[2:]] if args else []
@@ -193,6 +195,7 @@ class OfAllRanks:
 def on_each_rank(fn: Callable[..., Any], step: Any, state: Any, batch: Any) -> Any:
     """What a function of a step, a state and a batch returns on every rank, joined, for those of all ranks."""
     plan = step._all_plan
+    check_unwritten([state], {})
     return play_joined(plan.mesh, lambda: fn(step._all_here(), state.here, part_of(batch, plan)))
 
 
@@ -290,6 +293,12 @@ def _check_of_all(value: Any, mesh: Mesh) -> None:
             f"outside of mesh.run a step takes the state of all {mesh.size} ranks, and was given that of rank "
             f"{alone[0].plan.mesh.rank}: {remedy}"
         )
+
+
+def check_unwritten(args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    """Refuse states whose whole tensors a caller has written to, which no rank would see."""
+    for state in tree_states([*args, kwargs]):
+        state.memory.check_unwritten()
 
 
 def tree_states(value: Any) -> list[Any]:

@@ -1,5 +1,6 @@
 """The state of all ranks of a virtual mesh: inside of ``run`` that of the rank that runs, outside whole tensors."""
 
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -7,23 +8,23 @@ import torch
 from torch import Tensor
 
 from fshard import tree
-from fshard.errors import PlanError, StateError
+from fshard.errors import PlanError, StateError, TreeError, lines
 from fshard.played.cooperative import playing
 from fshard.sharding.plan import Plan
-from fshard.state.memory import Memory
-from fshard.state.pieces import entries_of
+from fshard.state.memory import Memory, version
+from fshard.state.pieces import entries_of, split_name
 
 
 class MemoryOfAllRanks:
     """The memories of all ranks. Inside of ``run`` it is that of the rank that runs.
 
-    Outside of it, ``params`` and ``opt_state`` are whole tensors, as they are at that time: what is written there never
-    reaches the shards.
+    Outside of it, ``params`` and ``opt_state`` are whole tensors, put together at each reading: what is written there
+    never reaches the shards, and whoever uses the state next is told of it.
     """
 
     def __init__(self, plan: Plan, memories: Sequence[Memory]) -> None:
         self.all_plan, self.memories = plan, tuple(memories)
-        self._whole: dict[str, Any] | None = None
+        self._copies = WholeCopies()
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or name == "memories":
@@ -41,13 +42,13 @@ class MemoryOfAllRanks:
         """The parameters: this rank's part, or outside of ``run`` whole tensors."""
         if not self.all_plan.mesh.everywhere:
             return self.here.params(step, stale=stale)
-        return self._whole_trees(step)["params"]
+        return self._whole_trees(step, "params").get("params", {})
 
     def opt_state(self, step: int) -> Any:
         """The optimizer's trees, alike."""
         if not self.all_plan.mesh.everywhere:
             return self.here.opt_state(step)
-        return {name: made for name, made in self._whole_trees(step).items() if name != "params"}
+        return self._whole_trees(step, "opt")
 
     def clone(self, step: int) -> "MemoryOfAllRanks":
         """The same values in memory of its own."""
@@ -57,9 +58,22 @@ class MemoryOfAllRanks:
         return MemoryOfAllRanks(self.all_plan, [memory.clone(step) for memory in self.memories])
 
     def check_unwritten(self) -> None:
-        """As ``Memory.check_unwritten``; nothing can be written to the shards from outside of ``run``."""
+        """As ``Memory.check_unwritten``. Outside of ``run`` copies were written to: the state is as it was."""
         if not self.all_plan.mesh.everywhere:
             self.here.check_unwritten()
+            return
+        written = self._copies.written()
+        if written:
+            raise TreeError(
+                lines(
+                    "state.params and state.opt_state are read-only, on a virtual mesh copies of what its ranks hold. "
+                    "They were written to, which no step would see:",
+                    written,
+                    "The state is as it was, and can be used. Clone a tensor before you write to it; "
+                    "fs.init_state(plan, opt, params=whole) makes a state of other parameters, and "
+                    "mesh.join(mesh.run(lambda: fs.tree.map(fn, state))) one of all leaves as fn returns them.",
+                )
+            )
 
     @property
     def here(self) -> Memory:
@@ -68,31 +82,67 @@ class MemoryOfAllRanks:
         assert thread is not None
         return self.memories[thread.rank]
 
-    def _whole_trees(self, step: int) -> dict[str, Any]:
-        """Whole tensors of all that the ranks hold, put together from their pieces."""
+    def _whole_trees(self, step: int, kind: str) -> dict[str, Any]:
+        """Whole tensors of what the ranks hold of one kind, put together from their pieces."""
         self.memories[0].shards(step)  # raises if it was donated
-        if self._whole is None:
-            self._whole = _whole(self.all_plan, step, self.memories)
-        return self._whole
+        self.check_unwritten()
+        trees = _whole(self.all_plan, step, self.memories, kind)
+        self._copies.note(trees, "" if kind == "params" else "opt_state.")
+        return trees
 
 
-def _whole(plan: Plan, step: int, memories: Sequence[Memory]) -> dict[str, Any]:
+class WholeCopies:
+    """The whole tensors that a caller was given and may still hold: copies, so that what is written there is lost."""
+
+    def __init__(self) -> None:
+        self._last: tuple[str, Any, dict[str, Tensor]] = "", {}, {}
+        self._given: list[tuple[str, weakref.ref[Tensor], int]] = []
+
+    def note(self, trees: dict[str, Any], prefix: str) -> None:
+        """Note what is given now. It is kept until the next is given, since a caller may write to it and let go."""
+        leaves = dict(tree.paths(trees))
+        found = [(f"state.{prefix}{path}", weakref.ref(leaf), version(leaf)) for path, leaf in leaves.items()]
+        self._last = prefix, trees, leaves
+        self._given = [one for one in self._given if one[1]() is not None] + found
+
+    def written(self) -> list[str]:
+        """A line for each leaf that was written to or replaced since it was given. It is told once."""
+        held = [(path, leaf, n) for path, ref, n in self._given if (leaf := ref()) is not None]
+        wrong = [f"{path}: was written to in place" for path, leaf, n in held if version(leaf) != n]
+        prefix, trees, leaves = self._last
+        now = dict(tree.paths(trees))
+        wrong += [
+            f"state.{prefix}{path}: was replaced" for path in {**leaves, **now} if now.get(path) is not leaves.get(path)
+        ]
+        if wrong:
+            self._last, self._given = ("", {}, {}), []
+        return list(dict.fromkeys(wrong))
+
+
+def _whole(plan: Plan, step: int, memories: Sequence[Memory], kind: str) -> dict[str, Any]:
+    """The trees of one kind of entries, ``"params"`` or ``"opt"``, of whole tensors."""
     flat: dict[str, Tensor] = {}
     for memory in memories:
         for entry in entries_of(memory.plan, memory.whole(step), plan.leaves):
-            whole = flat.setdefault(entry.name, torch.zeros(entry.shape, dtype=entry.dtype, device=entry.tensor.device))
+            if entry.name.partition(".")[0] != kind:
+                continue
+            whole = flat.get(entry.name)
+            if whole is None:
+                whole = torch.zeros(entry.shape, dtype=entry.dtype, device=entry.tensor.device)
+                flat[entry.name] = whole
             piece = entry.piece
             box = whole[tuple(slice(o, o + n) for o, n in zip(piece.offset, piece.shape, strict=True))]
-            values = box.reshape(-1).clone()
+            if box.is_contiguous():
+                box.view(-1)[piece.start : piece.stop] = entry.tensor
+                continue
+            values = box.reshape(-1)
             values[piece.start : piece.stop] = entry.tensor
             box.copy_(values.view(box.shape))
-    parts: dict[str, dict[str, Tensor]] = {"params": {}}
+    parts: dict[str, dict[str, Tensor]] = {}
     for name, whole in flat.items():
-        kind, _, path = name.partition(".")
-        if kind == "opt":
-            kind, _, path = path.partition(".")
-        parts.setdefault(kind, {})[path] = whole
-    return {kind: tree.nest(leaves) for kind, leaves in parts.items()}
+        buffer, path = split_name(name, plan.leaves) if kind == "opt" else name.split(".", 1)
+        parts.setdefault(buffer, {})[path] = whole
+    return {name: tree.nest(leaves) for name, leaves in parts.items()}
 
 
 def host_of(plans: Sequence[Plan], steps: Sequence[int]) -> Any:

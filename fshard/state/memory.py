@@ -214,7 +214,7 @@ class Memory:
             if self._params is None:
                 chunks = [values_of(group, shards[group.id].param) for group in self.plan.groups]
                 self._params = self._tree(lambda group, n: local_view(self.plan, group, n, chunks[group.id]))
-                self._read = [(leaf, _version(leaf)) for _, leaf in tree.paths(self._params)]
+                self._read = [(leaf, version(leaf)) for _, leaf in tree.paths(self._params)]
         return self._params
 
     def opt_state(self, step: int) -> Any:
@@ -287,7 +287,7 @@ class Memory:
         wrong += [
             f"{path}, or a leaf beside it in its group: was written to in place"
             for path, (leaf, n) in kept
-            if not wrong and _version(leaf) != n
+            if not wrong and version(leaf) != n
         ]
         if wrong:
             raise TreeError(
@@ -331,7 +331,8 @@ def local_view(plan: Plan, group: Group, number: int, shard: Tensor) -> Tensor:
     return shard[begin:end].detach().view(group.local_shape(number, plan.mesh))
 
 
-def _version(leaf: Tensor) -> int:
+def version(leaf: Tensor) -> int:
+    """The number of writes to a tensor so far; 0 for one of inference mode, which counts none."""
     return 0 if leaf.is_inference() else leaf._version
 
 
