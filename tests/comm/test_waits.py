@@ -46,6 +46,7 @@ ENDED = {
     "foresight/packing.py": "a handle that is done: nothing is sent",
     "runtime/comm/alive.py": "bounded, one second; its notes are left in joining.py, bounded",
     "runtime/comm/bounded.py": "the seconds that it is given",
+    "runtime/comm/ending.py": "two seconds, once at the end of a process",
     "runtime/comm/exchange.py": "handles of communicators",
     "runtime/comm/gloo.py": "the timeout of the communicator, for each message; the watchdog",
     "runtime/comm/links.py": "one deadline for a communicator's links; a poll of zero, or of what is left of a timeout",

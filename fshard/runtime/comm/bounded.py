@@ -1,7 +1,7 @@
 """Calls with a deadline, for functions that may never return.
 
 PyTorch's store has no timeout if its host is frozen or cut off: then ``check``, ``get`` and ``wait`` never return. So
-every call of a store runs in a daemon thread, which does not keep the process alive when it ends.
+every call of a store runs in a daemon thread, which does not keep the process alive when it ends (``ending.py``).
 """
 
 import time
@@ -12,6 +12,7 @@ from typing import TypeVar
 
 from fshard.runtime.comm.call_site import HelperThread
 from fshard.runtime.comm.devices import carried
+from fshard.runtime.comm.ending import ending
 from fshard.threads import settle
 
 T = TypeVar("T")
@@ -64,6 +65,7 @@ def _begun(body: Callable[[], T], what: str) -> Future[T]:
     """The outcome of a function that another thread runs."""
     outcome: Future[T] = Future()
     body = carried(body)
+    ending()
     try:
         HelperThread(lambda: settle(outcome, body), what).start()
     except RuntimeError as error:  # at the end of the interpreter, or where the process has no room for a thread

@@ -5,8 +5,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
 from fshard.forks import own
-
-FOLDER = "/proc/self/fd"
+from fshard.runtime.comm.ending import Sockets, ending, open_sockets
 
 
 class Descriptors:
@@ -21,39 +20,28 @@ class Descriptors:
     """
 
     def __init__(self) -> None:
-        self.sockets: set[tuple[int, str]] = set()
+        self.sockets: Sockets = set()
         self.forked = False
         own(self)
 
     @contextmanager
     def opening(self) -> Iterator[None]:
         """Inside, PyTorch opens sockets."""
-        before = _sockets()
+        before = open_sockets()
         try:
             yield
         finally:
-            opened = _sockets() - before
+            opened = open_sockets() - before
             self.sockets |= opened
+            ending().sockets |= opened
             for number, _ in opened:
                 with suppress(OSError):
                     os.set_inheritable(number, False)
 
     def disown(self, why: str) -> None:
         """Close those that are still open."""
-        for number, _ in self.sockets & _sockets():
+        for number, _ in self.sockets & open_sockets():
             with suppress(OSError):
                 os.close(number)
         self.sockets.clear()
         self.forked = True
-
-
-def _sockets() -> set[tuple[int, str]]:
-    """The open sockets of this process, each with its identity; none where the system does not tell."""
-    found = set()
-    with suppress(OSError):
-        for name in os.listdir(FOLDER):
-            with suppress(OSError):  # the descriptor of the listing itself
-                target = os.readlink(f"{FOLDER}/{name}")
-                if target.startswith("socket:"):
-                    found.add((int(name), target))
-    return found

@@ -1,0 +1,109 @@
+"""The end of a process: threads that wait inside of C++ return before the interpreter ends.
+
+A thread that returns from C++ while the interpreter ends cannot have its lock. Python ends such a thread where it is,
+and C++ answers by ``abort``: the process gets status -6 in place of its own, and "terminate called without an active
+exception" below its error. So it is with a thread that asks the store of a job whose host ends at the same time. At
+exit, before Python ends, connections of PyTorch are shut down while such threads are there: their calls return at once.
+"""
+
+import atexit
+import os
+import socket
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from functools import cache
+
+from fshard.runtime.comm.call_site import HelperThread
+from fshard.tracebacks import FULL
+
+Sockets = set[tuple[int, str]]
+"""Numbers of descriptors, and the identities of their sockets."""
+
+SOON, LATE = 0.1, 2.0
+"""Seconds that threads get to end, before connections are shut down and after."""
+
+FOLDER, ERRORS = "/proc/self/fd", 2
+
+
+class Ending:
+    """What is done at the end of this process.
+
+    Attributes:
+        sockets: those of PyTorch that were opened for the library.
+    """
+
+    def __init__(self) -> None:
+        self.sockets: Sockets = set()
+        atexit.register(self.end)
+
+    def end(self) -> None:
+        """Let threads return that wait inside of C++; where one does not, end with the status of the error."""
+        if left(SOON):
+            with quiet():
+                for number, _ in self.sockets & open_sockets():
+                    shut_down(number)
+                late = left(LATE)
+            if late and failed():
+                os._exit(1)
+
+
+@cache
+def ending() -> Ending:
+    """The end of this process."""
+    return Ending()
+
+
+def left(seconds: float) -> list[HelperThread]:
+    """Threads that wait for others in place of the program, and have not ended within some seconds."""
+    deadline = time.monotonic() + seconds
+    found = [thread for thread in threading.enumerate() if isinstance(thread, HelperThread)]
+    for thread in found:
+        thread.join(max(0.0, deadline - time.monotonic()))
+    return [thread for thread in found if thread.is_alive()]
+
+
+def failed() -> bool:
+    """Whether an error that nobody caught ends this process. An interactive session outlives its errors."""
+    error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
+    return error is not None and not (sys.flags.interactive or hasattr(sys, "ps1"))
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Inside, PyTorch's C++ tells nobody of connections that end, each with its stack."""
+    for file in (sys.stdout, sys.stderr):
+        with suppress(Exception):
+            file.flush()
+    if os.environ.get(FULL) == "full":
+        yield
+        return
+    kept, nowhere = os.dup(ERRORS), os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, ERRORS)
+    try:
+        yield
+    finally:
+        os.dup2(kept, ERRORS)
+        os.close(kept)
+        os.close(nowhere)
+
+
+def shut_down(number: int) -> None:
+    """Let all calls that wait at a connection return. Listening sockets have none."""
+    with suppress(OSError), socket.socket(fileno=os.dup(number)) as end:
+        if not end.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+            end.shutdown(socket.SHUT_RDWR)
+
+
+def open_sockets() -> Sockets:
+    """The open sockets of this process; none where the system does not tell."""
+    found = set()
+    with suppress(OSError):
+        for name in os.listdir(FOLDER):
+            with suppress(OSError):  # the descriptor of the listing itself
+                target = os.readlink(f"{FOLDER}/{name}")
+                if target.startswith("socket:"):
+                    found.add((int(name), target))
+    return found
