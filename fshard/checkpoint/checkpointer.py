@@ -2,18 +2,21 @@
 
 import os
 import threading
+import time
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Self, overload
 
-from fshard.arguments import Want, expect, kind
+from fshard.arguments import expect
 from fshard.checkpoint.folder import CheckpointFolder, choose_steps, list_steps, step_folder
 from fshard.checkpoint.problems import other_folder
-from fshard.checkpoint.restore import Request, TakeRules, restore_step
+from fshard.checkpoint.requests import requests_of
+from fshard.checkpoint.restore import TakeRules, restore_step
 from fshard.checkpoint.save import Save, check_json, head_of, remove_failed, save_facts, write_and_commit
 from fshard.checkpoint.snapshot import Snapshot
-from fshard.checkpoint.states import States, all_entries, beside, by_name, one_mesh, seen_here, step_of
+from fshard.checkpoint.states import States, all_entries, by_name, one_mesh, seen_here, step_of
+from fshard.checkpoint.when import Kept, check_steps, seconds_between
 from fshard.checkpoint.write import owned
 from fshard.errors import CheckpointError, CheckpointWarning, DamagedError, PlanError
 from fshard.optim.base import Optimizer
@@ -78,9 +81,11 @@ class Checkpointer:
         directory: a folder that all ranks see; the first save makes it. One Checkpointer at a time writes to it, for
             one run: a new run that has restored nothing from the folder cannot save beside existing checkpoints.
         keep: the number of steps to keep, those with the largest numbers; None keeps all.
-        every: for ``due``: the number of steps between two checkpoints.
+        every: for ``due``: the number of steps between two checkpoints, or the time, such as ``"30s"``, ``"10min"`` or
+            ``"1.5h"``, by the clock of rank 0.
         async_: copy the state in ``save`` and write it while the next steps run. The copy takes host memory of the size
             of what this rank writes. (On a virtual mesh, whose ranks are threads that take turns, ``save`` writes.)
+        keep_every: checkpoints of steps that are multiples of this are kept for good.
 
     Raises:
         PlanError: arguments of the wrong type, or out of range.
@@ -96,18 +101,25 @@ class Checkpointer:
     """
 
     def __init__(
-        self, directory: str | os.PathLike[str], keep: int | None = 3, every: int | None = None, async_: bool = False
+        self,
+        directory: str | os.PathLike[str],
+        keep: int | None = 3,
+        every: int | str | None = None,
+        async_: bool = False,
+        *,
+        keep_every: int | None = None,
     ) -> None:
         expect("Checkpointer(directory)", [("directory", directory, (str, os.PathLike), "the path of a folder")])
         if not os.fspath(directory):
             raise PlanError("Checkpointer(directory=''): give the path of a folder; '.' is the one that you are in")
-        for name, value in (("keep", keep), ("every", every)):
-            if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
-                raise PlanError(f"Checkpointer({name}={value!r}): give an int >= 1, or None")
+        check_steps("keep", keep)
+        check_steps("keep_every", keep_every)
+        self._seconds, self._saved_at = seconds_between(every), time.monotonic()
         self.directory = os.path.abspath(os.fspath(directory))
-        self.keep, self.every, self.async_ = keep, every, async_
+        self.keep, self.every, self.async_, self.keep_every = keep, every, async_, keep_every
         self.restored: Restored | None = None
         """The checkpoint of the last restore; None before the first one."""
+        self._kept = Kept(keep, keep_every)
         self._folder = CheckpointFolder(self.directory)
         self._run = Run()
         self._mesh: Mesh | None = None  # of the latest save or restore
@@ -165,7 +177,8 @@ class Checkpointer:
         each_rank_or_raise(comm, lambda: _check(states, user))
         first_path, run = first_rank_or_raise(comm, mesh.rank, lambda: self._begin(states, overwrite))
         try:
-            options = {"overwrite": overwrite, "keep": self.keep, "async_": self.async_, "states": list(states)}
+            options = {"overwrite": overwrite, "keep": self.keep, "keep_every": self.keep_every, "async_": self.async_}
+            options["states"] = list(states)
             for one in states.values() if mesh.size > 1 else ():
                 compare(comm, save_facts(one, user, options), CheckpointError)
             later = None
@@ -179,10 +192,11 @@ class Checkpointer:
         for known in (self._run, *(one.past.run for one in states.values())):
             known.ids.add(run)
         if later is None:
-            write_and_commit(comm, self._folder, self.keep, save)
+            write_and_commit(comm, self._folder, self._kept, save)
         else:
             self._start(later, save)
         self._damaged.discard(step_of(states))
+        self._saved_at = time.monotonic()
 
     @overload
     def restore(
@@ -251,7 +265,7 @@ class Checkpointer:
         """
         self.wait()
         with telling(seen_here(self._mesh), always=False):
-            requests = _requests(plan, opt, step, cast, rules, into)
+            requests = requests_of(plan, opt, step, cast, rules, into)
             mesh = self._mesh = one_mesh({name: request.plan for name, request in requests.items()})
         for request in requests.values():
             if request.into is not None and request.into.stale:
@@ -282,9 +296,19 @@ class Checkpointer:
         return states.get("", states)
 
     def due(self, state: States) -> bool:
-        """Whether a checkpoint is due: the step of the state, or the largest of several, is a multiple of ``every``."""
-        step = step_of(by_name(state, TrainState, "due(state)"))
-        return self.every is not None and step > 0 and step % self.every == 0
+        """Whether a checkpoint is due: the step of the state, or the largest of several, is a multiple of ``every``.
+
+        Where ``every`` is a time, this is collective: rank 0 tells whether it has passed since the last save.
+        """
+        states = by_name(state, TrainState, "due(state)")
+        step = step_of(states)
+        if self._seconds is None or step <= 0:
+            return isinstance(self.every, int) and step > 0 and step % self.every == 0
+        due, mesh = time.monotonic() - self._saved_at >= self._seconds, one_mesh(states)
+        if mesh.size == 1 or mesh.everywhere:
+            return due
+        enter(mesh, "due")
+        return first_rank_or_raise(mesh_communicator(mesh), mesh.rank, lambda: due)
 
     def steps(self) -> list[int]:
         """The steps on disk that this rank sees, in ascending order. Local.
@@ -358,7 +382,7 @@ class Checkpointer:
         def write() -> None:
             try:
                 self._snapshot.finish()
-                write_and_commit(comm, self._folder, self.keep, save)
+                write_and_commit(comm, self._folder, self._kept, save)
             except BaseException as error:  # raised by the next call
                 self._failure = error
                 if not threading.main_thread().is_alive():  # there is none
@@ -372,24 +396,3 @@ def _check(states: Mapping[str, TrainState], user: Mapping[str, Any]) -> None:
     for name in ("data", "metadata"):
         check_json(name, user[name])
     all_entries(states)
-
-
-def _requests(
-    plan: Any, opt: Any, step: int | None, cast: bool, rules: TakeRules | None, into: Any
-) -> dict[str, Request]:
-    """The arguments of a restore for each state, checked."""
-    call = "restore(plan, opt)"
-    if not isinstance(plan, Plan | Mapping):
-        raise PlanError(f"{call} takes a plan, and was given {kind(plan)}")
-    plans = by_name(plan, Plan, call)
-    opts, kept = beside(opt, plans, call, "opt"), beside(into, plans, call, "into")
-    wants: list[Want] = [
-        ("step", step, (int, type(None)), "an int, or None for the newest"),
-        ("rules", rules, (list, tuple, type(None)), "a list of (pattern, name in the checkpoint or None)"),
-        *(("into", one, (TrainState, type(None)), "a train state") for one in kept.values()),
-    ]
-    expect(call, wants)
-    for name, one in kept.items():
-        if one is not None:
-            one.check_plan(plans[name])
-    return {name: Request(plans[name], opts[name], cast, rules, kept[name]) for name in plans}

@@ -56,13 +56,15 @@ class Track:
     def __repr__(self) -> str:
         return f"<track of {len(self._guards)} trackers on rank {self.mesh.rank}>"
 
-    def __call__(self, step: int, metrics: Any) -> None:
+    def __call__(self, step: int, metrics: Any, more: Any = None) -> None:
         """Record the metrics of a step. Local; ranks other than 0 do nothing.
 
         Args:
             step: the number of the step, such as ``state.step``.
             metrics: what the step returned, or any tree of scalars, such as ``{"val": {"loss": loss}}``; see
                 ``fs.trackers.scalars``. Of a train step's metrics, those of every ``every``-th step are recorded.
+            more: a tree of scalars for the same row, such as ``{"val": evaluate(state, batch)}``; it is recorded at
+                every step.
         """
         if not self._guards or not self._end.alive:
             return
@@ -71,8 +73,11 @@ class Track:
         if ran is not None:
             self._before = now
             if step % self.every:
-                return
-        self.latest = found = scalars(metrics)
+                metrics = ran = None
+                if more is None:
+                    return
+        self.latest = found = {} if metrics is None else scalars(metrics)
+        found |= {} if more is None else scalars(more)
         if ran is not None:
             found |= self._derived(metrics, None if before is None else now - before)
         if not self._begun:

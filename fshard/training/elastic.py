@@ -18,8 +18,8 @@ from fshard.errors import PlanError
 from fshard.runtime.comm import all_ranks_or_raise, enter, first_rank_or_raise, mesh_communicator, telling
 from fshard.state.train_state import TrainState
 from fshard.tracking.track import Track
-from fshard.tracking.track import track as fs_track
 from fshard.tracking.tracker import Tracker
+from fshard.training.beside import Extra, Recorder
 from fshard.training.metrics import Metrics
 from fshard.training.step import TrainStep
 
@@ -94,6 +94,9 @@ def train_loop(
     signals: Sequence[int] = (signal.SIGTERM,),
     fallback: bool = True,
     track: Track | Sequence[Tracker] | None = None,
+    extra: Any = None,
+    evaluate: Callable[[TrainState], Any] | None = None,
+    evaluate_every: int | None = None,
 ) -> Iterator[tuple[TrainState, Metrics]]:
     """Train until a step, from the last checkpoint if there is one: ``for state, metrics in fs.train_loop(...)``.
 
@@ -117,6 +120,13 @@ def train_loop(
         fallback: if the newest checkpoint is damaged, warn and restore the newest good one.
         track: trackers of ``fs.trackers``, which get the metrics of each step, and are closed when the loop ends; or
             what ``fs.track`` made, which takes further options, and other metrics in the body of the loop.
+        extra: state of your own in the checkpoints, equal on all ranks, such as ``{"tokens": 0}``: a dict of JSON
+            values, or an object with ``state_dict`` and ``load_state_dict``. A resumed run gets it back in place. With
+            it, the checkpoint of a step is saved after the body of the loop, which may have changed it.
+        evaluate: a function of the state that returns a tree of scalars, such as ``{"val": {"loss": loss}}``. It is
+            called on all ranks every ``evaluate_every`` steps and after the last one, before the save, and trackers get
+            its numbers in the row of the step.
+        evaluate_every: the number of steps between two evaluations; None for one after the last step alone.
 
     Yields:
         The state after each step, and its metrics. The state is donated to the next step: do not keep it.
@@ -156,24 +166,9 @@ def train_loop(
     expect("train_loop", [("checkpoints", checkpoints, (Checkpointer, type(None)), "an fs.Checkpointer, or None")])
     kinds, remedy = (list, tuple, Track, type(None)), "a list of fs.trackers, or what fs.track made"
     expect("train_loop", [("track", track, kinds, remedy)])
-    loop = _loop(step, start, Batches(batches, step), steps, checkpoints, Preemption(signals), fallback)
-    if track is None:
-        return loop
-    return _recorded(loop, track, False) if isinstance(track, Track) else _recorded(loop, fs_track(track, step), True)
-
-
-def _recorded(
-    loop: Generator[tuple[TrainState, Metrics]], track: Track, close: bool
-) -> Iterator[tuple[TrainState, Metrics]]:
-    """The same loop, whose metrics go to trackers before they are yielded."""
-    try:
-        for state, metrics in loop:
-            track(state.step, metrics)
-            yield state, metrics
-    finally:
-        loop.close()
-        if close:
-            track.close()
+    source = Batches(batches, step, Extra(extra))
+    recorder = Recorder(track, step, steps, evaluate, evaluate_every)
+    return _loop(step, start, source, steps, checkpoints, Preemption(signals), fallback, recorder)
 
 
 def _loop(
@@ -184,8 +179,9 @@ def _loop(
     checkpoints: Checkpointer | None,
     preemption: Preemption,
     fallback: bool,
+    recorder: Recorder,
 ) -> Generator[tuple[TrainState, Metrics]]:
-    with preemption:
+    with preemption, recorder:
         restored = _restored(step, source, checkpoints, fallback)
         with telling(step.plan.mesh):
             state = start() if restored is None else restored
@@ -196,16 +192,25 @@ def _loop(
             if batch is source:
                 return
             state, metrics = step(state, batch, stop=preemption.asked is not None)
-            if checkpoints is not None and (metrics.stop or state.step == steps or checkpoints.due(state)):
-                again = checkpoints.latest() == state.step  # a skipped step leaves the step's number as it is
-                checkpoints.save(state, data=source.position(), schedule=step.schedule, overwrite=again)
+            recorder.record(state, metrics)
+            if source.extra.given is None:
+                _save(step, state, source, checkpoints, metrics.stop or state.step == steps)
             yield state, metrics
+            if source.extra.given is not None:  # with what the body of the loop has made of it
+                _save(step, state, source, checkpoints, metrics.stop or state.step == steps)
             if metrics.stop and state.step < steps:
                 if checkpoints is not None:
                     checkpoints.wait()
                 raise Preempted(preemption.asked or preemption.signals[0], state.step)
         if checkpoints is not None:
             checkpoints.wait()
+
+
+def _save(step: TrainStep, state: TrainState, source: "Batches", checkpoints: Checkpointer | None, last: bool) -> None:
+    """Save a checkpoint if one is due, or the loop ends."""
+    if checkpoints is not None and (last or checkpoints.due(state)):
+        again = checkpoints.latest() == state.step  # a skipped step leaves the step's number as it is
+        checkpoints.save(state, data=source.position(), schedule=step.schedule, overwrite=again)
 
 
 def _restored(
@@ -224,10 +229,16 @@ def _restored(
 
 
 class Batches:
-    """The batches of a loop, from a function of the step or an iterable, and the number of those taken."""
+    """The batches of a loop, from a function of the step or an iterable, and the number of those taken.
 
-    def __init__(self, batches: Any, step: TrainStep) -> None:
-        self.batches, self.mesh = batches, step.plan.mesh.whole
+    Args:
+        batches: the batches.
+        step: the step that takes them.
+        extra: the user's state, which is saved with their position.
+    """
+
+    def __init__(self, batches: Any, step: TrainStep, extra: Extra) -> None:
+        self.batches, self.mesh, self.extra = batches, step.plan.mesh.whole, extra
         self.by_step = callable(batches)
         self.kept = not self.by_step and hasattr(batches, "state_dict") and hasattr(batches, "load_state_dict")
         self.shared = self.kept and getattr(batches, "global_position", False)
@@ -246,12 +257,13 @@ class Batches:
     def position(self) -> Any:
         """The position that a checkpoint holds: JSON, equal on all ranks. Collective."""
         if self.shared:
-            return {"batches": self.taken, "loader": self.batches.state_dict()}
+            return {"batches": self.taken, "loader": self.batches.state_dict(), **self.extra.saved()}
         loaders = all_ranks_or_raise(mesh_communicator(self.mesh), self.batches.state_dict) if self.kept else None
-        return {"batches": self.taken, "loaders": loaders}
+        return {"batches": self.taken, "loaders": loaders, **self.extra.saved()}
 
     def restore(self, data: Any) -> None:
         """Continue at the position of a checkpoint."""
+        self.extra.restore(data)
         if not isinstance(data, dict) or "batches" not in data:
             return
         self.taken, loaders = int(data["batches"]), data.get("loaders")
