@@ -177,8 +177,8 @@ class Checkpointer:
         each_rank_or_raise(comm, lambda: _check(states, user))
         first_path, run = first_rank_or_raise(comm, mesh.rank, lambda: self._begin(states, overwrite))
         try:
-            options = {"overwrite": overwrite, "keep": self.keep, "keep_every": self.keep_every, "async_": self.async_}
-            options["states"] = list(states)
+            kept = {"keep": self.keep, "keep_every": self.keep_every}
+            options = {**kept, "overwrite": overwrite, "async_": self.async_, "states": list(states)}
             for one in states.values() if mesh.size > 1 else ():
                 compare(comm, save_facts(one, user, options), CheckpointError)
             later = None
