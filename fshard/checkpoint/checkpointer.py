@@ -2,7 +2,6 @@
 
 import os
 import threading
-import time
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -16,7 +15,7 @@ from fshard.checkpoint.restore import TakeRules, restore_step
 from fshard.checkpoint.save import Save, check_json, head_of, remove_failed, save_facts, write_and_commit
 from fshard.checkpoint.snapshot import Snapshot
 from fshard.checkpoint.states import States, all_entries, by_name, one_mesh, seen_here, step_of
-from fshard.checkpoint.when import Kept, check_steps, seconds_between
+from fshard.checkpoint.when import Interval, Kept, check_steps
 from fshard.checkpoint.write import owned
 from fshard.errors import CheckpointError, CheckpointWarning, DamagedError, PlanError
 from fshard.optim.base import Optimizer
@@ -114,12 +113,11 @@ class Checkpointer:
             raise PlanError("Checkpointer(directory=''): give the path of a folder; '.' is the one that you are in")
         check_steps("keep", keep)
         check_steps("keep_every", keep_every)
-        self._seconds, self._saved_at = seconds_between(every), time.monotonic()
+        self._interval, self._kept = Interval(every), Kept(keep, keep_every)
         self.directory = os.path.abspath(os.fspath(directory))
-        self.keep, self.every, self.async_, self.keep_every = keep, every, async_, keep_every
+        self.keep, self.every, self.async_ = keep, every, async_
         self.restored: Restored | None = None
         """The checkpoint of the last restore; None before the first one."""
-        self._kept = Kept(keep, keep_every)
         self._folder = CheckpointFolder(self.directory)
         self._run = Run()
         self._mesh: Mesh | None = None  # of the latest save or restore
@@ -177,7 +175,7 @@ class Checkpointer:
         each_rank_or_raise(comm, lambda: _check(states, user))
         first_path, run = first_rank_or_raise(comm, mesh.rank, lambda: self._begin(states, overwrite))
         try:
-            kept = {"keep": self.keep, "keep_every": self.keep_every}
+            kept = {"keep": self.keep, "keep_every": self._kept.multiples}
             options = {**kept, "overwrite": overwrite, "async_": self.async_, "states": list(states)}
             for one in states.values() if mesh.size > 1 else ():
                 compare(comm, save_facts(one, user, options), CheckpointError)
@@ -196,7 +194,7 @@ class Checkpointer:
         else:
             self._start(later, save)
         self._damaged.discard(step_of(states))
-        self._saved_at = time.monotonic()
+        self._interval.restart()
 
     @overload
     def restore(
@@ -302,9 +300,9 @@ class Checkpointer:
         """
         states = by_name(state, TrainState, "due(state)")
         step = step_of(states)
-        if self._seconds is None or step <= 0:
+        if self._interval.seconds is None or step <= 0:
             return isinstance(self.every, int) and step > 0 and step % self.every == 0
-        due, mesh = time.monotonic() - self._saved_at >= self._seconds, one_mesh(states)
+        due, mesh = self._interval.over(), one_mesh(states)
         if mesh.size == 1 or mesh.everywhere:
             return due
         enter(mesh, "due")

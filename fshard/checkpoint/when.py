@@ -1,6 +1,7 @@
 """The times at which checkpoints are due, and the steps that stay on disk."""
 
 import re
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -33,6 +34,29 @@ class Kept:
         others = [step for step in steps if step != written]
         old = others[: max(0, len(others) - (self.newest - 1))]
         return [step for step in old if self.multiples is None or step % self.multiples]
+
+
+class Interval:
+    """The time between two checkpoints, by the clock of this rank.
+
+    Args:
+        every: as ``seconds_between`` takes it.
+
+    Attributes:
+        seconds: the time; None where checkpoints are due by steps.
+        since: the time of the last checkpoint, by ``time.monotonic``.
+    """
+
+    def __init__(self, every: Any) -> None:
+        self.seconds, self.since = seconds_between(every), time.monotonic()
+
+    def over(self) -> bool:
+        """Whether the time has passed."""
+        return self.seconds is not None and time.monotonic() - self.since >= self.seconds
+
+    def restart(self) -> None:
+        """Note that a checkpoint was saved."""
+        self.since = time.monotonic()
 
 
 def seconds_between(every: Any) -> float | None:

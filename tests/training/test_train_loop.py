@@ -93,7 +93,7 @@ def test_saves_by_time(tmp_path: Path) -> None:
             for n in range(5):
                 state, _ = step(state, mine)
                 # Clocks of ranks differ: what rank 0 says holds.
-                checkpoints._saved_at -= 400 if plan.mesh.here.rank == 0 else 3000 * (n == 0)
+                checkpoints._interval.since -= 400 if plan.mesh.here.rank == 0 else 3000 * (n == 0)
                 if checkpoints.due(state):
                     checkpoints.save(state)
                     saved.append(state.step)
