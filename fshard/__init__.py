@@ -81,6 +81,7 @@ if TYPE_CHECKING:
     from fshard.proof.report import VerifyError
     from fshard.proof.verify import verify
     from fshard.runtime.engine.stopped import stop_gradient
+    from fshard.sharding.batch import Rows
     from fshard.tracking.track import track
     from fshard.training.buffers import Whole, sync_buffers
     from fshard.training.elastic import Preempted, Preemption, train_loop
@@ -90,6 +91,7 @@ __version__ = VERSION
 _LATER = (
     ("fshard", "data func generation io lora parallel sim trackers types view"),
     ("fshard.training.buffers", "Whole sync_buffers"),
+    ("fshard.sharding.batch", "Rows"),
     ("fshard.checkpoint.checkpointer", "Checkpointer"),
     ("fshard.tracking.track", "track"),
     ("fshard.training.elastic", "Preempted Preemption train_loop"),
@@ -134,6 +136,7 @@ __all__ = [
     "Precision",
     "Preempted",
     "Preemption",
+    "Rows",
     "Rule",
     "Schedule",
     "TrainState",

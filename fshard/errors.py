@@ -332,7 +332,11 @@ def no_processes() -> PlanError:
 
 def written_outside(paths: Sequence[str]) -> UnitError:
     """Code between units wrote to parameters in place."""
-    remedy = "Only the optimizer changes parameters: compute new values instead, or return them as aux."
+    remedy = (
+        "Only the optimizer changes parameters: compute new values instead, or return them as aux. An embedding with "
+        "max_norm= scales rows of its weight in place: look up F.embedding(x, w) without it, and scale what it "
+        "returns, rows * (max_norm / rows.norm(dim=-1, keepdim=True)).clamp(max=1)."
+    )
     return UnitError(lines("the program wrote in place to parameters:", paths, remedy))
 
 

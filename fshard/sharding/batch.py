@@ -1,5 +1,6 @@
 """A rank's part of a global batch, by the spec of the batch."""
 
+import dataclasses
 import warnings
 from collections import Counter
 from collections.abc import Mapping
@@ -15,8 +16,27 @@ from fshard.sharding.spec import P, axes_of
 
 REMEDY = (
     "All ranks get equal parts: drop rows, or pad them and give them no weight in an fs.Mean. A value that is not a "
-    "row of the batch, the same on every rank, is fs.Whole(value)."
+    "row of the batch, the same on every rank, is fs.Whole(value), read as .value."
 )
+
+
+@dataclasses.dataclass
+class Rows:
+    """A part of a batch that has rows of its own, as many as it likes: points on the boundary of a domain, for one.
+
+    Ranks and microbatches share its rows as they share those of the rest, in equal parts.
+
+    Attributes:
+        value: any pytree. The loss function reads it as ``batch["boundary"].value``.
+
+    >>> import torch, fshard as fs
+    >>> plan = fs.make_plan({"w": torch.zeros(4)}, fs.abstract_mesh((2,), ("data",)), [(".*", P())], batch=P("data"))
+    >>> part = plan.local_batch({"inside": torch.zeros(8, 2), "boundary": fs.Rows(torch.zeros(4, 2))})
+    >>> part["inside"].shape, part["boundary"].value.shape
+    (torch.Size([4, 2]), torch.Size([2, 2]))
+    """
+
+    value: Any
 
 
 def local_part(batch: Any, spec: P, mesh: Mesh) -> Any:
@@ -40,7 +60,8 @@ def local_part(batch: Any, spec: P, mesh: Mesh) -> Any:
         raise TreeError(lines(f"plan.local_batch(batch) cannot cut the batch by {spec}:", wrong, REMEDY))
     if not any(isinstance(leaf, Tensor) and leaf.ndim for leaf in leaves):
         raise TreeError(f"plan.local_batch(batch): batch is {described(batch)} without a tensor that has rows")
-    _tell_unlike(dict(zip(tree.names(batch, "batch"), leaves, strict=True)), spec, mesh)
+    alike = tree.swap(lambda rows: None, Rows, batch)
+    _tell_unlike(dict(zip(tree.names(alike, "batch"), tree.leaves(alike), strict=True)), spec, mesh)
     return tree.unflatten(structure, [_cut(leaf, spec, mesh) for leaf in leaves])
 
 
@@ -59,7 +80,9 @@ def _tell_unlike(leaves: Mapping[str, Any], spec: P, mesh: Mesh) -> None:
             f"plan.local_batch(batch): leaves have different sizes along dim {dim}"
             + ("" if tied else f", {common} in most of them")
             + f", and all are cut into {parts} parts by {spec}: {shapes}. A value that is the same for all rows, "
-            f"such as class weights or a mask, is fs.Whole(value): every rank gets all of it",
+            f"such as class weights or a mask, is fs.Whole(value): every rank gets all of it. Rows of several sets, "
+            f"such as points inside of a domain and on its boundary, are cut right: fs.Rows(points) says that a set has "
+            f"rows of its own. The loss reads both as .value",
             stacklevel=4,
         )
 

@@ -38,6 +38,25 @@ class Whole:
     def __repr__(self) -> str:
         return f"Whole({self.value!r})"
 
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Refuse to be used as a tensor."""
+        raise _not_read(f"{getattr(func, '__name__', func)}(...)")
+
+    def __getattr__(self, name: str) -> Any:
+        """Refuse what a tensor would have."""
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise AttributeError(str(_not_read(f".{name}")))
+
+    def __getitem__(self, key: Any) -> Any:
+        """Refuse to be indexed."""
+        raise _not_read(f"[{key!r}]")
+
+
+def _not_read(use: str) -> TreeError:
+    return TreeError(f"an fs.Whole was used as the value that it holds, by {use}: read it as batch['name'].value")
+
 
 @collective_call
 def sync_buffers(

@@ -12,6 +12,7 @@ from fshard import tree
 from fshard.arguments import kind
 from fshard.errors import BatchError, lines
 from fshard.model.objects import held, opaque, tensors_in
+from fshard.sharding.batch import Rows
 from fshard.sharding.spec import P, axes_of
 
 STEERING = (bool, int, str, bytes, type(None))
@@ -93,15 +94,21 @@ def _check_rows(batch: Any, count: int) -> None:
     arrays = [f"{name} is {kind(x)}" for name, x in _named(batch) if _is_array(x)]
     if arrays:
         raise BatchError(lines("the batch holds arrays that are not tensors:", arrays, "Make tensors of them first."))
-    dims = set(leading_dims(batch))
-    if len(dims) > 1:
-        rows = [f"{name} has shape {list(x.shape)}" for name, x in _named(batch) if isinstance(x, Tensor) and x.ndim]
+    alike = tree.swap(lambda rows: None, Rows, batch)
+    if len(set(leading_dims(alike))) > 1:
+        rows = [f"{name} has shape {list(x.shape)}" for name, x in _named(alike) if isinstance(x, Tensor) and x.ndim]
         head = (
             f"the leaves of the batch have different leading dims, so accumulate={count} cannot tell rows from others:"
         )
         raise BatchError(
-            lines(head, rows, "Give all leaves one row a sample; what is not per row goes into a closure.")
+            lines(
+                head,
+                rows,
+                "Give all leaves one row a sample. What has no rows is fs.Whole(value), what has rows of its own "
+                "fs.Rows(value); the loss reads both as .value.",
+            )
         )
+    dims = set(leading_dims(batch))
     if dims and min(dims) < count:
         raise BatchError(
             f"a batch of {min(dims)} rows a rank cannot be cut into accumulate={count} microbatches: give more, or "
@@ -117,7 +124,11 @@ def _given(parts: Sequence[Any], count: int) -> list[Any]:
         )
     kinds = [signature(part) for part in parts]
     if len(kinds) != count:
-        raise BatchError(f"fs.Microbatches holds {len(kinds)} batches, and the step makes accumulate={count} of them")
+        raise BatchError(
+            f"fs.Microbatches holds {len(kinds)} batches, and the step makes accumulate={count} of them. For a "
+            f"shorter window, such as the last one of an epoch, make a second step with accumulate={len(kinds)}, which "
+            f"takes the same state; or, with an fs.Mean, fill it up with batches without rows (x[:0])"
+        )
     other = [f"microbatch {i}: {kind}" for i, kind in enumerate(kinds) if kind != kinds[0]]
     if other:
         head = f"microbatches differ from the first, which is {kinds[0]}:"
