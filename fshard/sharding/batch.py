@@ -81,8 +81,8 @@ def _tell_unlike(leaves: Mapping[str, Any], spec: P, mesh: Mesh) -> None:
             + ("" if tied else f", {common} in most of them")
             + f", and all are cut into {parts} parts by {spec}: {shapes}. A value that is the same for all rows, "
             f"such as class weights or a mask, is fs.Whole(value): every rank gets all of it. Rows of several sets, "
-            f"such as points inside of a domain and on its boundary, are cut right: fs.Rows(points) says that a set has "
-            f"rows of its own. The loss reads both as .value",
+            f"such as points inside of a domain and on its boundary, are cut right: fs.Rows(points) says that a set "
+            f"has rows of its own. The loss reads both as .value",
             stacklevel=4,
         )
 
