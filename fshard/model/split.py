@@ -24,6 +24,7 @@ from fshard.model.instance import FORWARD, Body
 from fshard.model.leaves import LeafOrder, find_places, ignored, tied
 from fshard.model.meta import check_module, private_copy
 from fshard.model.modes import Modes
+from fshard.model.own import mark_own
 from fshard.model.shell import Shell
 from fshard.model.template import Numbers, Template
 from fshard.model.unit import Unit
@@ -119,6 +120,7 @@ class Model:
         new = dict(zip(body.buffers.paths, given, strict=True))
         for path, buffer in changed.items():
             new[path] = buffer.detach() if isinstance(buffer, Tensor) and buffer.requires_grad else buffer
+        mark_own(new.values())
         return out, tree.nest(new)
 
     def _versions(self) -> list[int]:

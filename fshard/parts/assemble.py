@@ -9,6 +9,7 @@ from torch import Tensor
 from fshard.parts.copies import axes_of_copies
 from fshard.parts.rates import TOLD
 from fshard.parts.record import Recorded, RecordedLocal, RecordedPass
+from fshard.parts.returned import WIDTH
 from fshard.runtime.comm.facts import digest
 from fshard.runtime.execution.actions import Actions, Run
 from fshard.runtime.execution.route import Route, make_route
@@ -241,7 +242,7 @@ class Assembled:
         """How many numbers ranks exchange at the end of the step."""
         numbers = sum(2 + 2 * means for means in self.means)
         numbers += sum(TOLD + len(update.part.clip.rules) for update in self.recorded.updates)
-        return numbers + len(self.copied)
+        return numbers + len(self.copied) + WIDTH
 
     @functools.cached_property
     def copied(self) -> list[Axes]:

@@ -12,10 +12,10 @@ from fshard import tree
 from fshard.errors import PlanError, StateError, TreeError
 from fshard.optim.contract import LearningRate
 from fshard.parts.arguments import Arguments, Final, Result, check_data, check_mesh, check_origins, returned_states
+from fshard.parts.returned import lasting
 from fshard.parts.running import (
     Bank,
     Given,
-    Later,
     Made,
     Number,
     RunningFlat,
@@ -35,7 +35,7 @@ from fshard.runtime.steps import PassSpec, widened
 from fshard.sharding.mesh import Mesh
 from fshard.sharding.plan import Plan
 from fshard.state.equal import Equal
-from fshard.state.flat import Flat, Form, flat_of, form_of, known_flat, mark_of, same_layout
+from fshard.state.flat import Flat, Form, flat_of, form_of, known_flat, same_layout
 from fshard.state.train_state import TrainState
 from fshard.torch_internals import DisableFuncTorch
 
@@ -107,7 +107,7 @@ class Composition(Unwatched, ABC):
         check_origins([final.memory.origin for final in finals], self.own)
         self._exchange_dropped(returned[1], finals)
         copied = self._copied(finals)
-        return Result(returned[0], _lasting(returned[1]), tuple(finals), copied)
+        return Result(returned[0], lasting(returned[1]), tuple(finals), copied)
 
     def _final(self, memory: RunningMemory) -> Final:
         updates: list[Updated] = []
@@ -384,15 +384,3 @@ def same_leaves(form: Form, plan: Plan) -> bool:
 def number_of_means(aux: Any) -> int:
     """How many ``fs.Mean`` auxiliary values hold."""
     return sum(isinstance(leaf, Mean) for leaf in tree.leaves(aux))
-
-
-def _lasting(metrics: Any) -> Any:
-    """What a step returns beside its states: numbers are known at its end, and shards are copied, trees as trees."""
-    shards = [leaf for leaf in tree.leaves(metrics) if isinstance(leaf, Later) and number_of(leaf) is None]
-    copies: dict[int, Tensor] = {}
-    for flat in dict.fromkeys(map(mark_of, shards)):
-        if flat is not None and {*map(id, flat.leaves)} <= {*map(id, shards)}:
-            copied = Flat(flat.form, {group: chunk.clone() for group, chunk in flat.chunks.items()})
-            copies |= zip(map(id, flat.leaves), copied.leaves, strict=True)
-    copies |= {id(leaf): leaf.current().clone() for leaf in shards if id(leaf) not in copies}
-    return tree.map(lambda leaf: copies.get(id(leaf), leaf), metrics)

@@ -182,7 +182,7 @@ class ValueAndGrad(OneFunction):
         chunks = {group.id: homes[group.id] * verdict.scale for group in self.grads.groups if group.id in homes}
         grads = Flat(self.grads, chunks | self.grads.zero_chunks()).tree()
         if self.loss.has_aux:
-            return (value, combine_aux(aux, verdict.means)), grads
+            return (value, combine_aux(aux, verdict.means, verdict.floats)), grads
         return value, grads
 
 

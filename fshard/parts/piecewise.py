@@ -9,6 +9,7 @@ from fshard.collectives.scope import cutting
 from fshard.errors import CommError, PeerError, ScheduleError
 from fshard.parts.ages import after_call, trained_leaves
 from fshard.parts.arguments import Arguments, check_origins, returned_states
+from fshard.parts.returned import exchanged
 from fshard.parts.running import PART, not_of_the_step
 from fshard.runtime.comm import Communicator, digest, mesh_communicator
 from fshard.runtime.comm.calls import announce
@@ -50,7 +51,8 @@ def piecewise(fn: Callable[..., Any], plan: Plan, given: Arguments, donate: bool
     with cutting(mesh):  # all ranks continue with new communicators
         _end(mesh_communicator(mesh), failure)
     assert returned is not None
-    return tree.swap(lambda state: _kept(state, given.states, donate), TrainState, returned[0]), returned[1]
+    metrics = exchanged(mesh_communicator(mesh), returned[1])
+    return tree.swap(lambda state: _kept(state, given.states, donate), TrainState, returned[0]), metrics
 
 
 def _end(control: Communicator, failure: BaseException | None) -> None:

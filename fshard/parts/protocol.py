@@ -21,11 +21,13 @@ from fshard.parts.assemble import assemble, scheduled, task_of
 from fshard.parts.numbers import Numbers
 from fshard.parts.record import Recorded, Untraced, record
 from fshard.parts.replay import Replay
+from fshard.parts.returned import WIDTH, joint_floats, returned_values, with_floats
 from fshard.parts.running import Updated
 from fshard.runtime.comm import COLLECTIVES, Facts, digest, mesh_communicator, refuse_nested
 from fshard.runtime.comm.communicator import SingleRankTransport, Transport
 from fshard.runtime.comm.communicators import Communicators
 from fshard.runtime.engine.batch import check_detached, signature
+from fshard.runtime.engine.plain import PlainTold
 from fshard.runtime.engine.rng import seeded
 from fshard.runtime.execution import Pending, Shield, Update, parts_of
 from fshard.runtime.execution.executor import Scheduled
@@ -63,11 +65,15 @@ class Attempt(NamedTuple):
         end: how it ended.
         result: what it returned.
         numbers: what this rank brings to the consensus.
+        plain: the plain values that it returned.
+        floats: the mean over ranks of each float among these.
     """
 
     end: End
     result: Result | None
     numbers: Sequence[float] = ()
+    plain: PlainTold = PlainTold()
+    floats: Sequence[float] = ()
 
 
 class StepRunner:
@@ -241,17 +247,17 @@ class StepRunner:
         step, control = replay.step, mesh_communicator(self.plan.mesh)
         comms, intent = step.programs[0].comms, Intent(step.digest, lambda: str(step.schedule))
         rows = self._rows.of(any([each.spec.train for each in step.recorded.passes]), step.recorded.communicates)
-        plain = any([each.spec.train and not each.found.weighted for each in step.recorded.passes])
+        plain = any([each.plain or each.spec.train and not each.found.weighted for each in step.recorded.passes])
         begin(self.plan.mesh, executor)
         try:
             with together(comms):
-                executor.handshake(lambda: agree(control, CALL, intent, given.batch, plain, None, facts, rows))
+                uneven = executor.handshake(lambda: agree(control, CALL, intent, given.batch, plain, None, facts, rows))
                 for programs in step.programs:
                     programs.comms.open()
                 for axes in step.recorded.communicates:
                     comms.transport.communicator(COLLECTIVES, axes)
                 result, end = self._run(replay, executor, given, shield)
-                attempt, verdict = executor.consensus(lambda: self._decided(replay, result, end))
+                attempt, verdict = executor.consensus(lambda: self._decided(replay, result, end, uneven))
         finally:
             self.latest = Latest(step.schedule, executor.record, executor.times)
             for prepared in step.passes:
@@ -260,14 +266,20 @@ class StepRunner:
             state.memory.note_compared()
         return attempt, verdict
 
-    def _decided(self, replay: Replay, result: Result | None, end: End) -> tuple[Attempt, Verdict]:
+    def _decided(
+        self, replay: Replay, result: Result | None, end: End, uneven: Sequence[str]
+    ) -> tuple[Attempt, Verdict]:
         step, control = replay.step, mesh_communicator(self.plan.mesh)
         failed = foretold(step.programs[0].comms.transport, control, end.status)
         if failed is not None:
             return Attempt(end, None), failed
         with self._transport.program():
             attempt = _tallied(replay, result, end)
-        return attempt, exchange_sums(control, attempt.end.status, attempt.numbers, step.width, len(step.copied))
+        copied = len(step.copied)
+        verdict = exchange_sums(control, attempt.end.status, attempt.numbers, step.width, copied + WIDTH)
+        if verdict.worst == OK:
+            attempt = attempt._replace(floats=joint_floats(control, verdict.told, copied, attempt.plain, uneven))
+        return attempt, verdict
 
     def _started(self, replay: Replay, given: Arguments, shield: Shield) -> Scheduled:
         """The executor of a step on these states, whose waiting updates it applies."""
@@ -325,7 +337,7 @@ class StepRunner:
         numbers = Numbers(replay, result, verdict.rules)
         numbers.check()
         made = [self._memory(replay, final, given.states, numbers, result.copied) for final in result.finals]
-        metrics = tree.map(numbers.named, result.metrics)
+        metrics = tree.map(numbers.named, with_floats(result.metrics, attempt.floats))
         for final, memory in zip(result.finals, made, strict=True) if self.donate else ():
             given.states[final.memory.origin].memory.donate(memory)
         finals, memories = iter(result.finals), iter(made)
@@ -373,7 +385,10 @@ def _tallied(replay: Replay, result: Result | None, end: End) -> Attempt:
     if result is None or end.status != OK:
         return Attempt(end, None)
     try:
-        return Attempt(end, result, replay.tally([each for final in result.finals for each in final.updates]))
+        returned = returned_values(result.metrics)
+        updates = [each for final in result.finals for each in final.updates]
+        numbers = replay.tally(updates, returned.reading())
+        return Attempt(end, result, numbers, returned.told[0])
     except torch.AcceleratorError:  # the device is lost, and those of other ranks wait for it
         raise
     except Exception as error:  # a device reports late what went wrong there

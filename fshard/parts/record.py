@@ -45,6 +45,7 @@ class RecordedPass:
         found: its program.
         key: of the batch that it was given.
         means: the number of its auxiliary means.
+        plain: whether some of these are plain means, of batches that must be of equal sizes on all ranks.
     """
 
     spec: PassSpec
@@ -52,6 +53,7 @@ class RecordedPass:
     found: Found
     key: Hashable
     means: int
+    plain: bool = False
 
 
 @dataclass(frozen=True)
@@ -198,14 +200,16 @@ class Recording(Composition):
         found, result = traced
         if spec.train and not found.weighted:
             check_even(batch, spec.accumulate)
-        means = number_of_means(as_means(result) if not spec.train else read_loss(result).aux)
-        self.stages.append(RecordedPass(spec, version, found, signature(batch), means))
+        values = read_loss(result).aux if spec.train else result
+        means = number_of_means(as_means(values))
+        plain = means > number_of_means(values)
+        self.stages.append(RecordedPass(spec, version, found, signature(batch), means, plain))
         self.needs += _beside(before, found.needs)
         if not spec.train:
             return torch.float32, result
         loss = read_loss(result)
         with self.mode:
-            aux = tree.map(detached, loss.aux) if loss.aux else {}
+            aux = as_means(tree.map(detached, loss.aux)) if loss.aux else {}
             return loss.total.dtype, tree.map(lambda x: _stacked(x, spec.accumulate), aux)
 
     def bank(self, form: Form, number: int) -> Bank:

@@ -172,8 +172,7 @@ class Replay(Composition):
             prepared.actions.gradients.fill()
         if spec.train and measured.weighted is not stage.found.weighted:
             raise Mispredicted("the loss of a pass changed between a mean and an fs.Mean")
-        first = measured.aux[0]
-        if number_of_means(first if spec.train else as_means(first)) != stage.means:
+        if number_of_means(as_means(measured.aux[0])) != stage.means:
             raise Mispredicted("a pass returned other auxiliary means than when it was traced")
         return measured, spec.divisor / scale
 
@@ -339,7 +338,7 @@ class Replay(Composition):
         rows: list[list[int]] = gather(Ranks(mesh, mesh.axis_names), torch.tensor(row, device=mesh.device))().tolist()
         return rows
 
-    def tally(self, updates: Sequence[Updated]) -> list[float]:
+    def tally(self, updates: Sequence[Updated], more: Reading) -> list[float]:
         """What this rank brings to the end of the step: the totals and counts of losses and means, squared norms.
 
         The order is that in which ``Numbers`` reads them.
@@ -352,7 +351,7 @@ class Replay(Composition):
                 self.step.passes[updated.grads.number].actions.gradients.arrive()
             readings += [Reading(told_rate(updated.lr), list), squares(updated.part.rule_norms(updated.grads))]
             self._mark("gradients", updated.grads)
-        return answers([*readings, Reading(self.marks.values(self.step.copied), list)])
+        return answers([*readings, Reading(self.marks.values(self.step.copied), list), more])
 
     def replaced(self, memory: RunningMemory, params: Any) -> RunningMemory:
         """A state of this step with other parameters, of which ranks compare copies."""
@@ -373,7 +372,7 @@ def _total(ran: Ran) -> Reading:
 
 def _mean_totals(ran: Ran) -> list[Reading]:
     """The total and the count of each auxiliary mean of a pass, over its microbatches."""
-    columns = zip(*[means_of(aux if ran.measured.losses else as_means(aux)) for aux in ran.measured.aux], strict=True)
+    columns = zip(*[means_of(as_means(aux)) for aux in ran.measured.aux], strict=True)
     return [pair((mean.total, mean.count) for mean in column) for column in columns]
 
 
@@ -381,6 +380,7 @@ def _marked(parts: Sequence[Any]) -> Any:
     """The auxiliary values of all microbatches as one, with ``fs.Mean`` where they are means over ranks."""
     if not parts or not tree.leaves(parts[0]):
         return parts[0] if parts else {}
+    parts = [*map(as_means, parts)]
     marks = [leaf if isinstance(leaf, Mean) else None for leaf in tree.leaves(parts[0])]
     whole = combine_aux(parts, [0.0] * number_of_means(parts[0]))
     leaves, spec = tree.flatten(whole)

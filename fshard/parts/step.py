@@ -69,11 +69,13 @@ class Step(LatestRun):
 
         Returns:
             What the function returned: the states, and the metrics. Losses, auxiliary means and norms in these are
-            0-dim tensors, equal on all ranks.
+            0-dim tensors, equal on all ranks. Plain floats (Python's, and 0-dim floating tensors) and ``fs.Mean`` are
+            their means over ranks; whole numbers, strings and None are equal on all ranks.
 
         Raises:
             DonatedError, TreeError: a state was donated to an earlier step, or is not a state.
-            BatchError, LossError, UnitError: the batch or the function breaks a rule; alike on all ranks.
+            BatchError, LossError, UnitError: the batch, the function or what it returns breaks a rule; alike on all
+                ranks.
             NonFiniteError: the norm of gradients that update a state is not finite.
             ReplicationError: ranks differ in what must be equal.
             PeerError: another rank failed.

@@ -6,15 +6,13 @@ from typing import Any
 
 import torch
 
-from fshard import tree
 from fshard.arguments import Want, expect
 from fshard.collectives.scope import bind
 from fshard.model.precision import Precision
 from fshard.played.everywhere import made_on_each_rank
 from fshard.runtime.comm import collective_call
-from fshard.runtime.engine.loss import is_scalar
 from fshard.runtime.execution import Shield
-from fshard.runtime.steps import PassSpec, Programs, Request, Runner, make_programs, refuse_transforms, uneven_rows
+from fshard.runtime.steps import PassSpec, Programs, Request, Runner, make_programs, refuse_transforms
 from fshard.runtime.steps.options import Running, read_running
 from fshard.schedule.auto import Auto
 from fshard.schedule.policy import Policy
@@ -62,12 +60,14 @@ class EvalStep(OneFunction):
             batch: this rank's part of the global batch.
 
         Returns:
-            What the function returned, with 0-dim floating leaves and ``fs.Mean`` replaced by their global means.
-            Other leaves are this rank's own.
+            What the function returned, with plain floats (Python's, and 0-dim floating tensors) and ``fs.Mean``
+            replaced by their global means. Whole numbers, strings and None are equal on all ranks. Other leaves are
+            this rank's own.
 
         Raises:
             DonatedError, TreeError: the state was donated to a step, or made for another plan.
-            BatchError: a 0-dim result over batches of different sizes; return ``fs.Mean``.
+            BatchError: plain floats that differ, over batches of different sizes; return ``fs.Mean``.
+            LossError: whole numbers, strings or None differ between ranks.
         """
         refuse_transforms("an eval step")
         expect_state(state, "evaluate")
@@ -87,9 +87,7 @@ class EvalStep(OneFunction):
         # Slots are made once, and must be ordinary tensors.
         with torch.inference_mode(False), bind(self.plan.mesh, self.plan.data_axes):
             outcome = self._runner.run(request)
-        if outcome.uneven and any(is_scalar(leaf) for leaf in tree.leaves(outcome.measured.aux[0])):
-            raise uneven_rows(outcome.uneven)
-        return global_result(outcome.measured.aux[0], outcome.verdict.means)
+        return global_result(outcome.measured.aux[0], outcome.verdict.means, outcome.verdict.floats)
 
 
 @made_on_each_rank(batches=True)

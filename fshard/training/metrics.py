@@ -9,8 +9,10 @@ import torch
 from torch import Tensor
 
 from fshard import tree
-from fshard.runtime.engine.loss import Mean, as_means, no_aux
+from fshard.runtime.engine.loss import Mean, no_aux
+from fshard.runtime.engine.plain import is_float, mean_of
 from fshard.runtime.steps import scalar, widened
+from fshard.runtime.steps.consensus import read
 from fshard.tracking.scalars import scalars
 from fshard.training.ran import Ran
 
@@ -22,9 +24,10 @@ class Metrics:
     Attributes:
         loss: the mean over the global batch, before the update; float64 where the loss is.
         grad_norm: the norm of the gradient over all leaves, before clipping; float64 where a trained leaf is.
-        aux: the auxiliary values of the loss function. ``fs.Mean`` leaves are global means; other leaves are
-            this rank's own, stacked along a new first dim if the step has several microbatches (a list if their shapes
-            differ).
+        aux: the auxiliary values of the loss function. ``fs.Mean`` leaves are global means, and so are plain floats:
+            Python's, and 0-dim floating tensors. Whole numbers, strings and None are equal on all ranks, or the step is
+            refused. Other leaves are this rank's own. All but means are stacked along a new first dim if the step has
+            several microbatches (a list if their shapes differ).
         skipped: whether the step was skipped, by ``skip_norm=``, ``skip=``, or because its gradient was not finite at
             this loss scale: parameters and optimizer state are unchanged.
         stop: whether any rank asked to stop: ``step(state, batch, stop=True)``.
@@ -96,26 +99,39 @@ class Metrics:
         return scalars(found | {name: value for name, value in told.items() if value is not None})
 
 
-def combine_aux(parts: Sequence[Any], means: Sequence[float]) -> Any:
-    """The auxiliary values of all microbatches, with the global ``means`` in the place of each ``fs.Mean``."""
+def combine_aux(parts: Sequence[Any], means: Sequence[float], floats: Sequence[float] | None = None) -> Any:
+    """The auxiliary values of all microbatches.
+
+    Args:
+        parts: those of each.
+        means: the global mean of each ``fs.Mean``.
+        floats: the global mean of each plain float; without, its mean over the microbatches.
+    """
     if not parts or no_aux(parts[0]) or not tree.leaves(parts[0]):
         return parts[0] if parts else {}
-    found = iter(means)
+    found, plain = iter(means), None if floats is None else iter(floats)
     flat = [tree.flatten(part) for part in parts]
     columns = zip(*[leaves for leaves, _ in flat], strict=True)
-    return tree.unflatten(flat[0][1], [_combine(column, found) for column in columns])
+    return tree.unflatten(flat[0][1], [_combine(column, found, plain) for column in columns])
 
 
-def global_result(result: Any, means: Sequence[float]) -> Any:
-    """An evaluation's result: 0-dim floating leaves and ``fs.Mean`` as global means, others as they are."""
-    return combine_aux([as_means(result)], means)
+def global_result(result: Any, means: Sequence[float], floats: Sequence[float]) -> Any:
+    """An evaluation's result: plain floats and ``fs.Mean`` as global means, others as they are."""
+    return combine_aux([result], means, floats)
 
 
-def _combine(column: Sequence[Any], means: Iterator[float]) -> Any:
+def _combine(column: Sequence[Any], means: Iterator[float], floats: Iterator[float] | None) -> Any:
     if isinstance(column[0], Mean):
         return scalar(next(means), widened([column[0].total.dtype]))
+    if all(map(is_float, column)):
+        return like_float(column[0], mean_of([*read(column)]) if floats is None else next(floats))
     column = [x.detach() if isinstance(x, Tensor) else x for x in column]
     if len(column) == 1:
         return column[0]
     alike = len({x.shape if isinstance(x, Tensor) else None for x in column}) == 1
     return torch.stack(column) if alike and isinstance(column[0], Tensor) else column
+
+
+def like_float(value: Any, mean: float) -> Any:
+    """A mean of plain floats, as one of them: a Python float, or a 0-dim tensor of float32 or wider."""
+    return scalar(mean, widened([value.dtype])) if isinstance(value, Tensor) else mean

@@ -328,7 +328,7 @@ class TrainStep(OneFunction):
 
     def _metrics(self, step: int, outcome: Outcome, factor: float, skipped: bool, ran: Ran, lr: float) -> Metrics:
         verdict, decide, wide = outcome.verdict, self._decide, self._updating.wide
-        aux = combine_aux(outcome.measured.aux, verdict.means)
+        aux = combine_aux(outcome.measured.aux, verdict.means, verdict.floats)
         loss = scalar(verdict.loss, widened([outcome.measured.losses[0][0].dtype]))
         norm = scalar(decide.norm(verdict, factor), wide)
         norms = {name: scalar(one, wide) for name, one in decide.named_norms(step, factor, verdict).items()}

@@ -140,7 +140,7 @@ def engine(axes: Axes) -> list[str]:
 
         def with_aux(p: Any, b: Any) -> Any:
             loss = cases.weighted_loss(p, b)
-            return loss, {"mean": fs.Mean(loss.total * 2, loss.count), "own": mesh.rank}
+            return loss, {"mean": fs.Mean(loss.total * 2, loss.count), "own": torch.tensor([mesh.rank])}
 
         for inside in (False, True):
             g = fs.value_and_grad(with_aux, plan, has_aux=True)

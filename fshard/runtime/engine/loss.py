@@ -10,6 +10,7 @@ from torch import Tensor
 
 from fshard import tree
 from fshard.errors import LossError
+from fshard.model.own import detached_own, is_own
 from fshard.torch_internals import FakeTensor
 
 
@@ -147,7 +148,7 @@ def detached(value: Any) -> Any:
     """A leaf of auxiliary values without its graph."""
     if isinstance(value, Mean):
         return Mean(value.total.detach(), detached(value.count))
-    return value.detach() if isinstance(value, Tensor) else value
+    return detached_own(value) if isinstance(value, Tensor) else value
 
 
 def no_aux(aux: Any) -> bool:
@@ -170,8 +171,8 @@ def fingerprint(aux: Any) -> tuple[int, int]:
 
 
 def as_means(result: Any) -> Any:
-    """An evaluation's result, in which 0-dim floating leaves are means over ranks, too."""
-    return tree.map(lambda x: Mean(x, 1.0) if is_scalar(x) else x, result)
+    """What a part of a step function returned, in which 0-dim floating leaves are means over ranks, too."""
+    return tree.map(lambda x: Mean(x, 1.0) if is_scalar(x) and not is_own(x) else x, result)
 
 
 def check_means(result: Any) -> None:

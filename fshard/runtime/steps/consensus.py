@@ -1,6 +1,7 @@
 """The end of a step: one read of the device and one exchange tell all ranks the loss, the norm, and who failed."""
 
 import functools
+import json
 import math
 import operator
 from collections.abc import Iterator, Sequence
@@ -10,21 +11,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fshard.runtime.comm import Communicator, exchange
+from fshard.runtime.comm import Communicator, exchange, exchange_bytes
 from fshard.runtime.engine.loss import Mean, fingerprint, means_of, no_aux
+from fshard.runtime.engine.plain import FLOAT, PlainTold, PlainValues, alike, mean_of, plain_values
 from fshard.runtime.memory.norms import DTYPE
-from fshard.runtime.steps.refusals import unlike_losses
+from fshard.runtime.steps.refusals import unlike_losses, unlike_values
 
 OK, FAILED, RETRY, CUT, STARVED = 0, 1, 2, 3, 4
 """How a rank's own part of a step went. ``RETRY``: its program left the schedule. ``CUT``: a collective of its program
 has failed, most likely because another rank's program is over. ``STARVED``: there was too little memory for a policy
 that is only being timed."""
 
-HEAD = 8
+HEAD = 9
 """Numbers of a row that every step sends."""
 
 MEANS = 16
-"""Auxiliary means that travel in the row. Further ones take an exchange of their own."""
+"""Auxiliary means that travel in the row, or twice as many plain floats. More take an exchange of their own."""
 
 RuleNorms = Sequence[tuple[float, Tensor]]
 """Norms of gradients, 0-dim, each after the part of its elements that this rank counts."""
@@ -44,6 +46,7 @@ class Tally:
         stop: whether it asks all ranks to stop.
         rules: its part of the squared norm of each clipping rule's leaves.
         means: the total and the count of each auxiliary mean, one behind the other.
+        plain: the plain values that its function returned.
     """
 
     status: int = OK
@@ -55,6 +58,7 @@ class Tally:
     stop: bool = False
     rules: tuple[float, ...] = ()
     means: tuple[float, ...] = ()
+    plain: PlainTold = PlainTold()
 
     @property
     def mean(self) -> float:
@@ -76,6 +80,8 @@ class Verdict:
         rules: the norm of the sums of gradients of each clipping rule's leaves; empty unless it was asked for.
         means: the global mean of each auxiliary mean.
         told: the numbers of each rank that are not summed.
+        floats: the mean over ranks of each plain float.
+        unlike: the names of those that differ between ranks.
     """
 
     status: tuple[int, ...]
@@ -87,6 +93,8 @@ class Verdict:
     rules: tuple[float, ...] = ()
     means: tuple[float, ...] = field(default=(), repr=False)
     told: Sequence[Sequence[float]] = field(default=(), repr=False)
+    floats: tuple[float, ...] = field(default=(), repr=False)
+    unlike: tuple[str, ...] = field(default=(), repr=False)
 
     @property
     def worst(self) -> int:
@@ -115,12 +123,12 @@ def tally(
         weighted: whether the loss is an ``fs.Mean``.
         stop: whether this rank asks all ranks to stop.
     """
-    means, named = _named_means(aux)
+    means, named, plain = _named_means(aux)
     values: list[Tensor | float] = [norm for _, norm in norms]
     values += [norm for rule in rules for _, norm in rule]
     values += [part for loss in losses for part in loss]
     values += [part for row in means for mean in row for part in (mean.total, mean.count)]
-    numbers = read(values)
+    numbers = read([*values, *plain.unread])
 
     def squares(shares: RuleNorms) -> float:
         return _sum([share * norm * norm for (share, _), norm in zip(shares, numbers, strict=False)])
@@ -132,14 +140,14 @@ def tally(
     sumsq, by_rule = squares(norms), tuple([squares(rule) for rule in rules])
     total, count = sums(len(losses))
     summed = tuple([number for row in means for number in sums(len(row))])
-    return Tally(OK, sumsq, total, count, weighted, named, stop, by_rule, summed)
+    return Tally(OK, sumsq, total, count, weighted, named, stop, by_rule, summed, plain.told(numbers))
 
 
-def _named_means(aux: Sequence[Any]) -> tuple[list[list[Mean]], tuple[int, int]]:
-    """The means of all microbatches, a row for each; and how many they are, with a hash of their names."""
+def _named_means(aux: Sequence[Any]) -> tuple[list[list[Mean]], tuple[int, int], PlainValues]:
+    """The means of all microbatches, a row for each; how many they are, with a hash of their names; plain values."""
     if all(map(no_aux, aux)):
-        return [], (0, 0)
-    return [list(row) for row in zip(*map(means_of, aux), strict=True)], fingerprint(aux)
+        return [], (0, 0), PlainValues({}, {})
+    return [list(row) for row in zip(*map(means_of, aux), strict=True)], fingerprint(aux), plain_values(aux)
 
 
 def read(values: Sequence[Tensor | float]) -> Iterator[float]:
@@ -184,26 +192,29 @@ def consensus(
         own: numbers that are not summed, but told by rank; as many on all ranks.
 
     Raises:
-        LossError: losses or auxiliary means differ in kind between ranks; on all of them alike.
+        LossError: losses or auxiliary means differ in kind between ranks, or plain values that must be equal do; on all
+            of them alike.
     """
-    row = [mine.status, mine.sumsq, mine.total, mine.count, mine.weighted, *mine.named, mine.stop]
-    row += [*mine.rules, *[0.0] * (rules - len(mine.rules)), *mine.means[: 2 * MEANS]]
+    more = [*mine.means, *mine.plain.floats]
+    row = [mine.status, mine.sumsq, mine.total, mine.count, mine.weighted, *mine.named, mine.stop, mine.plain.number]
+    row += [*mine.rules, *[0.0] * (rules - len(mine.rules)), *more[: 2 * MEANS]]
     width = HEAD + rules + 2 * MEANS
     rows = _exchanged(comm, [*row, *[0.0] * (width - len(row)), *own], width + len(own))
     status = tuple([int(row[0]) for row in rows])
-    if not any(status) and len({tuple(row[4:7]) for row in rows}) > 1:
-        raise unlike_losses([(bool(row[4]), int(row[5]), int(row[6])) for row in rows])
-    sent = len(mine.means[: 2 * MEANS])
-    summed = [_sum([row[i] for row in rows]) for i in (1, 2, 3, *range(HEAD, HEAD + rules + sent))]
-    sumsq, total, count, *more = summed
+    if not any(status):
+        _check_alike(comm, rows, mine)
+    sumsq, total, count, *squares = [_sum([row[i] for row in rows]) for i in (1, 2, 3, *range(HEAD, HEAD + rules))]
     loss = total / count if count else math.nan
     scale, elements = divided / parts, 0.0
     if any([row[4] for row in rows]):
         scale, elements = divided * copies / count if count else math.nan, count / copies
-    by_rule = tuple([root(square) for square in more[:rules]])
-    means = () if any(status) else _means(comm, more[rules:], mine.means[2 * MEANS :])
+    by_rule = tuple([root(square) for square in squares])
+    columns = [] if any(status) else columns_of(comm, rows, HEAD + rules, more, 2 * MEANS)
+    means, floats = _means(columns[: len(mine.means)]), columns[len(mine.means) :]
     stop = any([row[7] for row in rows])
-    return Verdict(status, loss, scale * root(sumsq), scale, stop, elements, by_rule, means, _beyond(rows, width))
+    norm, unlike = scale * root(sumsq), unequal(floats, mine.plain)
+    joint = tuple(map(mean_of, floats))
+    return Verdict(status, loss, norm, scale, stop, elements, by_rule, means, _beyond(rows, width), joint, unlike)
 
 
 def _beyond(rows: Sequence[Sequence[float]], width: int) -> list[Sequence[float]]:
@@ -258,11 +269,55 @@ def _exchanged(comm: Communicator, row: Sequence[float], width: int) -> list[lis
     return rows
 
 
-def _means(comm: Communicator, summed: Sequence[float], rest: Sequence[float]) -> tuple[float, ...]:
-    """Means, of totals and counts that are summed over ranks, and of a rest that is not yet."""
-    if rest:
-        rows = _exchanged(comm, rest, len(rest))
-        summed = [*summed, *[_sum(column) for column in zip(*rows, strict=True)]]
+def _check_alike(comm: Communicator, rows: Sequence[Sequence[float]], mine: Tally) -> None:
+    """Refuse results that differ in kind between ranks, or in what must be equal."""
+    if len({tuple(row[4:7]) for row in rows}) > 1:
+        raise unlike_losses([(bool(row[4]), int(row[5]), int(row[6])) for row in rows])
+    check_equal(comm, [row[8] for row in rows], mine.plain)
+
+
+def check_equal(comm: Communicator, numbers: Sequence[float], mine: PlainTold) -> None:
+    """Refuse plain values that differ between ranks and are no floats. Collective if they do.
+
+    Args:
+        comm: the control communicator over the whole mesh.
+        numbers: ``PlainTold.number`` of each rank.
+        mine: the plain values of this one.
+
+    Raises:
+        LossError: they do; on all ranks alike.
+    """
+    if len(set(numbers)) > 1:
+        raise unlike_values([json.loads(text) for text in exchange_bytes(comm, json.dumps({**mine.texts}).encode())])
+
+
+def columns_of(
+    comm: Communicator, rows: Sequence[Sequence[float]], first: int, mine: Sequence[float], most: int
+) -> list[Sequence[float]]:
+    """By number its value on each rank: of those that travelled in the row, and of more. Collective if there are more.
+
+    Args:
+        comm: the control communicator over the whole mesh.
+        rows: of each rank.
+        first: the place in them of the first number.
+        mine: the numbers of this rank; as many on all ranks.
+        most: how many travel in the row.
+    """
+    found: list[Sequence[float]] = [[row[first + at] for row in rows] for at in range(min(len(mine), most))]
+    if rest := mine[most:]:
+        found += zip(*_exchanged(comm, rest, len(rest)), strict=True)
+    return found
+
+
+def unequal(columns: Sequence[Sequence[float]], told: PlainTold) -> tuple[str, ...]:
+    """The names of plain floats that differ between ranks."""
+    names = [name for name, text in told.texts.items() if text == FLOAT]
+    return tuple([name for name, column in zip(names, columns, strict=False) if not alike(column)])
+
+
+def _means(columns: Sequence[Sequence[float]]) -> tuple[float, ...]:
+    """Means, of totals and counts by rank."""
+    summed = [*map(_sum, columns)]
     pairs = zip(summed[::2], summed[1::2], strict=True)
     return tuple([total / count if count else total * math.inf for total, count in pairs])
 

@@ -28,7 +28,6 @@ from fshard.errors import foreign_params
 from fshard.runtime.comm import COLLECTIVES, exchange, refuse_nested
 from fshard.runtime.comm.facts import Facts, digest
 from fshard.runtime.engine.batch import check_detached, check_device, check_even, microbatches
-from fshard.runtime.engine.loss import as_means
 from fshard.runtime.execution import Found
 from fshard.runtime.execution.executor import OnDemand, Scheduled, program_of
 from fshard.runtime.execution.flight import begin
@@ -322,6 +321,8 @@ class Runner:
         copies, divided = self.plan.mesh.size // self.plan.data_size, self.divisor / given.loss_scale
         busy = self._pace.busy(self.latest.record, self.latest.times) if comms.control.size > 1 else 0.0
         verdict = consensus(comms.control, mine, self.parts, copies, divided, given.rules, (busy, mine.mean))
+        if verdict.unlike and ran.agreed.uneven and verdict.worst == OK:
+            raise uneven_rows(ran.agreed.uneven, verdict.unlike)
         self._pace.over()
         return Outcome(verdict, ran.measured, end, ran.agreed.uneven, divided)
 
@@ -330,7 +331,7 @@ class Runner:
         losses, aux, weighted = ran.measured
         try:
             if not self.programs.train:  # all ranks average as many numbers, or none does
-                return ran.end, tally((), (), (), [as_means(result) for result in aux], False, False)
+                return ran.end, tally((), (), (), aux, False, False)
             gradients.complete()
             norms = {group: (gradients.shares[group], norm) for group, norm in gradients.all_norms().items()}
             rule_norms: Sequence[RuleNorms] = ()

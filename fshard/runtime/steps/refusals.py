@@ -1,8 +1,9 @@
 """What is refused of steps: one message builder per failure, as in ``fshard.errors``."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from fshard.errors import LossError, TransformError, lines
+from fshard.runtime.comm.facts import differences
 
 
 def weighted_in_backward() -> LossError:
@@ -30,6 +31,15 @@ def unlike_losses(kinds: Sequence[tuple[bool, int, int]]) -> LossError:
     ]
     remedy = "Return the same types and names on every rank. Nothing was updated, and the state can be used again."
     return LossError(lines("the function returned different types on different ranks:", rows, remedy))
+
+
+def unlike_values(told: Sequence[Mapping[str, str]]) -> LossError:
+    """The function returned plain values that differ between ranks, and have no mean."""
+    remedy = (
+        "Numbers that may differ are floats, of which all ranks get the mean: give fs.Mean(total, count), or "
+        "float(n). fs.collectives.psum makes a sum. A value of each rank is a tensor with a dim, such as n[None]."
+    )
+    return LossError(lines("the function returned values that must be equal on all ranks:", differences(told), remedy))
 
 
 def unlike_skips(said: Sequence[int]) -> LossError:

@@ -141,13 +141,21 @@ def unlike_rows(one: int, other: int, idle: Axes, spec: P) -> BatchError:
     )
 
 
-def uneven_rows(rows: Sequence[str]) -> BatchError:
-    """The error of a mean loss over batches of different sizes, by what ``Rows.uneven`` found."""
+def uneven_rows(rows: Sequence[str], floats: Sequence[str] = ()) -> BatchError:
+    """The error of a mean over batches of different sizes, by what ``Rows.uneven`` found.
+
+    Args:
+        rows: the sizes of each rank.
+        floats: the names of plain floats that it is of; none of the loss itself.
+    """
+    of, remedy = "", "fs.Mean(losses.sum(), count) from the loss function"
+    if floats:
+        of, remedy = f" of {', '.join(floats)}", "fs.Mean(total, count) in the place of each float"
     return BatchError(
         lines(
-            "the sizes of the batch differ between ranks, and a plain mean over them would be wrong:",
+            f"the sizes of the batch differ between ranks, and a plain mean{of} over them would be wrong:",
             rows,
-            "Give every rank as many rows, or return fs.Mean(losses.sum(), count) from the loss function.",
+            f"Give every rank as many rows, or return {remedy}.",
         )
     )
 
