@@ -52,8 +52,26 @@ def empty_weights() -> Iterator[None]:
         handle.remove()
 
 
+WRAPPERS = ("DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule")
+"""Classes of PyTorch whose modules communicate by themselves."""
+
+
+def _check_undistributed(module: nn.Module) -> None:
+    wrapped = [
+        f"{path or 'the module itself'}: {type(below).__name__}"
+        for path, below in module.named_modules()
+        if any(kind.__name__ in WRAPPERS and kind.__module__.startswith("torch.") for kind in type(below).__mro__)
+    ]
+    if wrapped:
+        remedy = (
+            "Split the module that was given to it (.module of a wrapper): gradients are reduced, and parameters "
+            "sharded, by the rules of fs.make_plan(model, mesh, rules)."
+        )
+        raise PlanError(lines("fs.split(module) takes modules that nothing else distributes:", wrapped, remedy))
+
+
 def check_module(module: nn.Module) -> None:
-    """Refuse compiled modules, whose code a copy would not run, and hooks of tensors, which no step would call."""
+    """Refuse modules that are compiled or distributed otherwise, and hooks of tensors, which no step would call."""
     compiled = [
         f"{path or 'the module itself'}: {type(below._orig_mod).__name__}, compiled"
         for path, below in module.named_modules()
@@ -65,6 +83,7 @@ def check_module(module: nn.Module) -> None:
             "fs.make_train_step(..., compile='inductor')."
         )
         raise PlanError(lines("fs.split(module) takes modules as they were before torch.compile:", compiled, remedy))
+    _check_undistributed(module)
     hooked = [
         f"{path}: {', '.join(found)}"
         for path, leaf in [*module.named_parameters(), *module.named_buffers()]

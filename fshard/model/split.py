@@ -10,11 +10,12 @@ import functools
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from torch import Tensor, nn
 
 from fshard import errors, tree
+from fshard.hints import hinting
 from fshard.model import refusals
 from fshard.model.buffers import Place, Tracker
 from fshard.model.choose import Pattern, chosen
@@ -29,6 +30,33 @@ from fshard.model.shell import Shell
 from fshard.model.template import Numbers, Template
 from fshard.model.unit import Unit
 from fshard.model.writes import PriorWrites
+
+CALL = (
+    "model.apply(params, x) is the forward, a pure function of the parameters that a loss function is given, or of "
+    "model.params; method= calls another method"
+)
+"""Calls of a model."""
+
+HINTS = {
+    "forward": CALL,
+    "train eval": "the mode is an argument of each call: model.apply(params, x, training=False); without it, each "
+    "module keeps the mode that it had at fs.split",
+    "parameters named_parameters": "model.params is the tree of parameters, and dict(fs.tree.paths(model.params)) has "
+    "them by path; optimizers take none: fs.init_state(plan, fs.optim.adamw(lr))",
+    "named_buffers": "model.buffers is the tree of buffers, and dict(fs.tree.paths(model.buffers)) has them by path",
+    "state_dict": "fs.io.to_state_dict(state) is that of a train state, which the module that was split can load",
+    "load_state_dict": "fs.io.from_state_dict(state_dict, plan, opt) makes a train state of one; or load it into the "
+    "module before fs.split",
+    "to cuda cpu half float double bfloat16": "fs.make_mesh(device=) says where tensors lie, and "
+    "fs.make_plan(precision=fs.Precision(...)) in which dtype units compute; or convert the module before fs.split",
+    "zero_grad backward grad no_sync": "gradients are values: fs.make_train_step(loss_fn, opt, plan) takes them and "
+    "updates a state, fs.value_and_grad(loss_fn, plan) returns them",
+    "modules named_modules children named_children": "model.module is the module's structure, without values, and "
+    "model.units the paths of units",
+    "requires_grad_": "freeze parameters of the module before fs.make_plan, or by fs.Rule(pattern, spec, "
+    "trainable=False)",
+}
+"""By the names that an ``nn.Module`` has: what is done with a ``Model`` in their place."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -62,6 +90,17 @@ class Model:
     _own: Mapping[str, "weakref.ref[Tensor]"]
     _unmade: tuple[str, ...] = ()
     ignored: dict[str, Any] = field(default_factory=dict)
+
+    if not TYPE_CHECKING:
+        __getattr__ = hinting(HINTS)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Refused: a model has no parameters of its own to compute with.
+
+        Raises:
+            TypeError: always.
+        """
+        raise TypeError(f"a Model is not called: {CALL}")
 
     def apply(
         self,

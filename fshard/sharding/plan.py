@@ -278,11 +278,11 @@ class Plan:
 
     def _other_kind(self, given: Mapping[str, Any], whole: bool, what: str) -> str:
         """The remedy for shards in the place of whole tensors, and the reverse; else empty."""
-        found = {path: tuple(getattr(value, "shape", ())) for path, value in given.items()}
-        if found != self._shapes(not whole):
+        if {path: tuple(getattr(value, "shape", ())) for path, value in given.items()} != self._shapes(not whole):
             return ""
         if whole:
-            return f"These are shards, this rank's parts: give fs.unshard({what}, plan), whole tensors."
+            all_ranks = "results of mesh.run" if self.mesh.everywhere else what
+            return f"These are shards, this rank's parts: give fs.unshard({all_ranks}, plan), whole tensors."
         return f"These are whole tensors: give fs.shard({what}, plan), this rank's parts of them."
 
     def __repr__(self) -> str:

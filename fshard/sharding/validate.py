@@ -15,6 +15,12 @@ from fshard.sharding.mesh import Axes, Mesh
 from fshard.sharding.rules import Decision, Rule
 from fshard.sharding.spec import P, Shape, axes_of
 
+MODELS = (
+    "Give their parameters, {name: model.params}, and call model.apply(params[name], x). For two that start equal and "
+    "train apart, such as a student and a teacher, clone one: fs.tree.map(torch.clone, model.params)."
+)
+"""The remedy for models among the leaves of a tree."""
+
 
 def tensors_of(params: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     """The leaves of a parameter tree by path: at least one, all dense real tensors, no two in the same memory."""
@@ -23,6 +29,8 @@ def tensors_of(params: Mapping[str, Any]) -> dict[str, torch.Tensor]:
         raise PlanError("the model has no parameters: give a module or a tree with at least one tensor")
     wrong = [f"{path}: {odd}" for path, leaf in tensors.items() if (odd := _odd(leaf))]
     if wrong:
+        if any(hasattr(leaf, "params") for leaf in tensors.values()):
+            raise PlanError(lines("parameters are tensors, these are not:", wrong, MODELS))
         remedy = (
             "Make a dict of a list, {str(i): leaf for i, leaf in enumerate(...)}; keep other values out of the tree; "
             "keep complex leaves as real ones, with torch.view_as_real; keep quantized leaves dequantized, or as "

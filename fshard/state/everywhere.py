@@ -1,7 +1,7 @@
 """The state of all ranks of a virtual mesh: inside of ``run`` that of the rank that runs, outside whole tensors."""
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -56,6 +56,15 @@ class MemoryOfAllRanks:
             made: Any = self.here.clone(step)
             return made  # type: ignore[no-any-return]
         return MemoryOfAllRanks(self.all_plan, [memory.clone(step) for memory in self.memories])
+
+    def with_params(self, step: int, params: Any) -> Any:
+        """The same with other parameters: this rank's part, or outside of ``run`` whole tensors."""
+        if not self.all_plan.mesh.everywhere:
+            return self.here.with_params(step, params)
+        self.check_unwritten()
+        whole = self.all_plan.check_tree(params, whole=True)
+        made = [memory.with_params(step, _parts(memory, step, whole)) for memory in self.memories]
+        return MemoryOfAllRanks(self.all_plan, made)
 
     def check_unwritten(self) -> None:
         """As ``Memory.check_unwritten``. Outside of ``run`` copies were written to: the state is as it was."""
@@ -143,6 +152,18 @@ def _whole(plan: Plan, step: int, memories: Sequence[Memory], kind: str) -> dict
         buffer, path = split_name(name, plan.leaves) if kind == "opt" else name.split(".", 1)
         parts.setdefault(buffer, {})[path] = whole
     return {name: tree.nest(leaves) for name, leaves in parts.items()}
+
+
+def _parts(memory: Memory, step: int, whole: Mapping[str, Tensor]) -> dict[str, Any]:
+    """A rank's parts of whole parameters, a tree like its own."""
+    own = dict(tree.paths(memory.params(step)))
+    for entry in entries_of(memory.plan, memory.whole(step), memory.plan.leaves):
+        kind, _, path = entry.name.partition(".")
+        if kind == "params":
+            piece = entry.piece
+            box = whole[path].detach()[tuple(slice(o, o + n) for o, n in zip(piece.offset, piece.shape, strict=True))]
+            own[path] = box.reshape(-1)[piece.start : piece.stop].to(own[path].dtype).view(own[path].shape)
+    return tree.nest(own)
 
 
 def host_of(plans: Sequence[Plan], steps: Sequence[int]) -> Any:

@@ -17,7 +17,7 @@ from fshard.model.init import Initializer, Scaled, fill
 from fshard.model.philox import fold
 from fshard.optim.base import Optimizer
 from fshard.patterns import bad_regex, meant_by
-from fshard.played.everywhere import called_on_each_rank
+from fshard.played.everywhere import called_on_each_rank, play_joined
 from fshard.runtime.comm import collective_call, enter
 from fshard.runtime.execution import Shard, Shards, start_shard
 from fshard.runtime.memory import keep, memory_space
@@ -194,7 +194,8 @@ def shard(full: Mapping[str, Any], plan: Plan) -> dict[str, Any]:
 def unshard(params: Mapping[str, Any], plan: Plan) -> dict[str, Any]:
     """The whole tensors of a sharded tree, on every rank. Collective; the inverse of ``shard``.
 
-    On a virtual mesh outside of ``run`` trees are of whole tensors already, and this copies them.
+    On a virtual mesh outside of ``run`` trees are of whole tensors already, and this copies them. There it also takes
+    what ``mesh.run`` returned of trees of shards, such as gradients: a list of one tree for each rank.
 
     It is a linear map, right under every transform of ``torch.func``, and its adjoint is ``shard``. What is computed
     from the whole tensors must be the same on all ranks for gradients to be right; a loss of each rank's own batch is
@@ -221,6 +222,8 @@ def unshard(params: Mapping[str, Any], plan: Plan) -> dict[str, Any]:
     """
     expect("fs.unshard(params, plan)", [("plan", plan, Plan, "what fs.make_plan returned")])
     if plan.mesh.everywhere:
+        if isinstance(params, list):
+            return _of_each_rank(params, plan)
         given = _some_leaves(params, plan, True)
         return tree.nest({path: leaf.detach().clone() for path, leaf in given.items()})
     if plan.mesh.transport is None and plan.mesh.size > 1:
@@ -235,6 +238,18 @@ def unshard(params: Mapping[str, Any], plan: Plan) -> dict[str, Any]:
             # Its own memory: the buffer of the group would live as long as any view of it.
             out[leaf.path] = widen(leaf, plan.mesh, tensor).clone(memory_format=torch.contiguous_format)
     return tree.nest({path: out[path] for path in plan.leaves if path in out})
+
+
+def _of_each_rank(trees: list[Any], plan: Plan) -> dict[str, Any]:
+    """The whole tensors of a tree of which each rank of a virtual mesh has given its part."""
+    mesh: Any = plan.mesh
+    if len(trees) != mesh.size:
+        raise TreeError(
+            f"params is a list of {len(trees)}: outside of mesh.run give a nested dict of whole tensors, or what "
+            f"mesh.run returned, a list of {mesh.size} trees of shards"
+        )
+    made: dict[str, Any] = play_joined(mesh, lambda: unshard(trees[mesh.rank], plan))
+    return made
 
 
 def _some_leaves(params: Any, plan: Plan, whole: bool) -> dict[str, Tensor]:

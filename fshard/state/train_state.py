@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from importlib import import_module
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -11,6 +11,7 @@ from torch import Tensor
 from fshard import tree
 from fshard.arguments import described
 from fshard.errors import TreeError
+from fshard.hints import hinting
 from fshard.optim.scaling import Scale
 from fshard.runtime.execution import Pending, Several, Shard, Shards
 from fshard.sharding.plan import Plan
@@ -18,6 +19,34 @@ from fshard.state.everywhere import MemoryOfAllRanks, host_of
 from fshard.state.memory import Layout, Memory
 from fshard.state.past import Past
 from fshard.state.table import arrays, state_html
+
+CALL = (
+    "fs.make_eval_step(fn, plan) makes a step that computes with its parameters, evaluate(state, batch), where "
+    "fn(params, batch) calls model.apply"
+)
+"""Calls with a state."""
+
+HINTS = {
+    "state_dict": "fs.io.to_state_dict(state) is one of whole tensors; fs.Checkpointer(folder).save(state) writes a "
+    "checkpoint, by all ranks",
+    "load_state_dict": "states are values: fs.io.from_state_dict(state_dict, plan, opt) makes one, and "
+    "fs.Checkpointer(folder).restore(plan, opt) reads one",
+    "save": "fs.Checkpointer(folder).save(state) writes a checkpoint",
+    "parameters named_parameters": "state.params is the tree of parameters, this rank's shards; "
+    "fs.unshard(state.params, plan) gives whole tensors, and dict(fs.tree.paths(tree)) has either by path",
+    "train eval": "the mode is an argument of each call: model.apply(params, x, training=False) in the function of "
+    "fs.make_eval_step(fn, plan)",
+    "apply forward": CALL,
+    "to cuda cpu": "fs.make_mesh(device=) says where shards lie; fs.reshard_state(state, plan, opt) moves them to "
+    "another plan",
+    "zero_grad backward grad grads apply_gradients": "a train step takes gradients and updates: state, metrics = "
+    "step(state, batch); fs.value_and_grad and fs.make_update do so one by one",
+    "opt optimizer model module": "a state has values alone: state.params and state.opt_state; the optimizer and the "
+    "model are what its plan and step were made of",
+    "keys items values": "it is no dict: state.params and state.opt_state are, state.step is a number; "
+    "fs.tree.leaves(state) has all of them",
+}
+"""By the names that states of other libraries have: what is done in their place."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -69,6 +98,25 @@ class TrainState:
     late: Mapping[str, int] = field(default_factory=dict)
     past: Past = field(default_factory=Past)
     summed: bool | None = None
+
+    if not TYPE_CHECKING:
+        __getattr__ = hinting(HINTS)
+
+    def __getitem__(self, name: object) -> NoReturn:
+        """Refused: a state is no dict.
+
+        Raises:
+            TypeError: always.
+        """
+        raise TypeError(f"a TrainState has attributes: state.params, state.opt_state and state.step, not [{name!r}]")
+
+    def __call__(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Refused: a state has no code.
+
+        Raises:
+            TypeError: always.
+        """
+        raise TypeError(f"a TrainState is not called: {CALL}")
 
     def __repr__(self) -> str:
         if self.memory.donated:
@@ -140,7 +188,8 @@ class TrainState:
         """This state with other parameters; optimizer state, step and seed stay. Local.
 
         Args:
-            params: this rank's part of each leaf: a tree like ``params``. Its values are copied.
+            params: this rank's part of each leaf: a tree like ``params``. Its values are copied. On a virtual mesh
+                outside of ``run``, whole tensors.
 
         Raises:
             DonatedError: this state was donated to a step.
@@ -204,6 +253,11 @@ class TrainState:
 
     def __reduce__(self) -> tuple[Any, ...]:
         """A pickled state has no update that waits: it is applied first."""
+        if self.plan.mesh.everywhere:
+            raise TypeError(
+                f"{self!r} cannot be pickled: its mesh is part of this process. fs.Checkpointer(folder).save(state) "
+                f"writes it for any mesh, copy.deepcopy(state) copies it, fs.io.to_state_dict(state) has whole tensors"
+            )
         numbers = self.step, self.seed, self.scale, self.count, dict(self.late)
         return _unpickled, (self.plan, [*self.applied()], [*self.stale], numbers, self.past.elsewhere(), self.summed)
 

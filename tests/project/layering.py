@@ -21,6 +21,7 @@ LAYERS = (
         "tracebacks",
         "markup",
         "forks",
+        "hints",
         "threads",
         "torch_internals",
     ),

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 from zlib import crc32
 
 import torch
@@ -11,31 +11,8 @@ from torch import Tensor
 from fshard import tree
 from fshard.errors import LossError
 from fshard.model.own import detached_own, is_own
+from fshard.runtime.engine.mean import Mean as Mean
 from fshard.torch_internals import FakeTensor
-
-
-@dataclass(frozen=True)
-class Mean:
-    """A mean given as its parts, so that it stays exact over ranks and microbatches of unequal counts.
-
-    Args:
-        total: the sum over this rank's elements, 0-dim floating.
-        count: the number of elements, 0-dim tensor or number; that of a loss must not require grad.
-
-    >>> import torch
-    >>> losses = torch.tensor([1.0, 3.0, 5.0])
-    >>> Mean(losses.sum(), losses.numel()).value
-    tensor(3.)
-    """
-
-    __tree_leaf__: ClassVar[bool] = True
-    total: Tensor
-    count: Tensor | float
-
-    @property
-    def value(self) -> Tensor:
-        """This rank's own mean."""
-        return self.total / self.count
 
 
 @dataclass(frozen=True)
