@@ -27,7 +27,7 @@ from fshard.parts.running import (
     number_of,
     with_memory,
 )
-from fshard.parts.update import UpdateMetrics
+from fshard.parts.update_metrics import UpdateMetrics
 from fshard.runtime.engine.loss import Mean, as_means
 from fshard.runtime.execution import Shards
 from fshard.runtime.memory import values_of

@@ -8,7 +8,9 @@ from fshard.parts.arguments import Result
 from fshard.parts.rates import TOLD, check_rates
 from fshard.parts.replay import Replay
 from fshard.parts.running import Bank, Number, Updated, number_of
+from fshard.runtime.comm import Communicator
 from fshard.runtime.steps import Verdict, scalar
+from fshard.runtime.steps.addresses import where
 from fshard.runtime.steps.consensus import joint_norm, root
 
 
@@ -63,16 +65,26 @@ class Numbers:
 
     def overflows(self, updated: Updated) -> bool:
         """Whether a smaller loss scale may mend the gradients of an update."""
-        overflows: bool = updated.part.overflows(updated.state, self.norm(updated))
+        overflows: bool = self._finite(updated) and updated.part.overflows(updated.state, self.norm(updated))
         return overflows
 
     def skips(self, updated: Updated) -> bool:
         """Whether an update does not happen."""
-        skips: bool = updated.part.skips(updated.state, self.norm(updated))
+        part, state = updated.part, updated.state
+        skips: bool = part.skips(state, self.norm(updated)) if self._finite(updated) else part.streak.skips(False)
         return skips
 
-    def check(self) -> None:
-        """Refuse updates whose gradients, or the losses of these, are not finite.
+    def _finite(self, updated: Updated) -> bool:
+        """Whether the loss is finite whose gradients an update applies."""
+        return not isinstance(updated.grads, Bank) or math.isfinite(self._loss(updated.grads.number))
+
+    def note(self) -> None:
+        """Note, once the step is certain, which updates were finite."""
+        for updated in self.updates:
+            updated.part.note(updated.state, self.norm(updated) if self._finite(updated) else math.nan)
+
+    def check(self, control: Communicator) -> None:
+        """Refuse updates whose gradients, or the losses of these, are not finite. Collective if they are not.
 
         Raises:
             NonFiniteError: on all ranks alike.
@@ -80,12 +92,14 @@ class Numbers:
         """
         for updated in self.updates:
             check_rates(updated, self.rates[updated])
-            loss = self._loss(updated.grads.number) if isinstance(updated.grads, Bank) else math.nan
             norm = self.norm(updated)
-            finite = math.isfinite(loss) or not isinstance(updated.grads, Bank)
-            if finite and self.skips(updated):
+            if self.skips(updated) or self._finite(updated) and math.isfinite(norm):
                 continue
-            updated.part.check_finite(Verdict((), loss, norm if finite else math.nan, 1.0))
+            part, loss, own = updated.part, math.nan, 0.0
+            if isinstance(updated.grads, Bank):
+                loss, own = self._loss(updated.grads.number), self.replay.own_loss(updated.grads.number)
+            place = where(part.plan, part.gradients(updated.grads).shards, control, own)
+            raise part.not_finite(Verdict((), loss, norm, 1.0), updated.state.step, place)
 
     def _loss(self, number: int) -> float:
         total, count = self.losses[number]

@@ -335,7 +335,7 @@ class StepRunner:
         assert result is not None
         replay.marks.check(mesh_communicator(self.plan.mesh), self.plan.mesh, replay.step.copied, verdict.told)
         numbers = Numbers(replay, result, verdict.rules)
-        numbers.check()
+        numbers.check(mesh_communicator(self.plan.mesh))
         made = [self._memory(replay, final, given.states, numbers, result.copied) for final in result.finals]
         metrics = tree.map(numbers.named, with_floats(result.metrics, attempt.floats))
         for final, memory in zip(result.finals, made, strict=True) if self.donate else ():
@@ -351,7 +351,9 @@ class StepRunner:
             step, late = after_call(before.step, after.step, after.late, trained_leaves(before.plan))
             return replace(after, step=step, late=late, memory=next(memories), past=before.past.compared())
 
-        return tree.swap(one, TrainState, result.state), metrics
+        following = tree.swap(one, TrainState, result.state)
+        numbers.note()
+        return following, metrics
 
     def _memory(
         self,

@@ -28,7 +28,7 @@ from fshard.runtime.execution.executor import Scheduled
 from fshard.runtime.memory import memory_space, values_of
 from fshard.runtime.memory.allocation import deallocate
 from fshard.runtime.steps import PassSpec
-from fshard.runtime.steps.consensus import Verdict, joint_norm, root
+from fshard.runtime.steps.consensus import joint_norm, root
 from fshard.runtime.steps.passes import Passes
 from fshard.runtime.steps.records import Measured
 from fshard.schedule.ops import LOCAL, ROOT
@@ -286,7 +286,7 @@ class Replay(Composition):
         check_rates(updated, summed[: len(told)])
         parts = summed[len(told) :]
         norm = joint_norm(parts)
-        updated.part.check_finite(Verdict((), math.nan, norm, 1.0))
+        updated.part.check_here(updated.state, updated.grads, norm)
         self.numbers["norm", updated, 0] = norm
         shards = self.shards_of(before).clone()
         pending = updated.part.pending(updated.state, updated.grads, [*map(root, parts)], 1.0, updated.lr)
@@ -318,6 +318,11 @@ class Replay(Composition):
         pair = _total(ran) if value.kind == "loss" else _mean_totals(ran)[value.at]
         total, count = self._summed(plan, pair)
         return total / count if count else total * math.inf
+
+    def own_loss(self, number: int) -> float:
+        """The loss of a pass on this rank alone."""
+        total, count = answers([_total(self.ran[number])])
+        return total / count if count else 0.0
 
     def _summed(self, plan: Plan, *readings: Reading) -> list[float]:
         """Numbers, summed over all ranks: equal on all of them."""

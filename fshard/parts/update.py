@@ -3,15 +3,14 @@
 import functools
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from fshard import tree
 from fshard.arguments import Want, described, expect
-from fshard.errors import PlanError, TreeError, lines
+from fshard.errors import NonFiniteError, PlanError, TreeError, lines
 from fshard.optim.base import Optimizer, rate
 from fshard.optim.checks import is_optimizer, optimizer_meant
 from fshard.optim.contract import LearningRate, contract
@@ -19,6 +18,7 @@ from fshard.optim.scaling import LossScale
 from fshard.parts.ages import Ages, ages_of, trained_leaves
 from fshard.parts.copies import Marks, axes_of_copies
 from fshard.parts.running import PART, running_of
+from fshard.parts.update_metrics import UpdateMetrics
 from fshard.played.everywhere import made_on_each_rank
 from fshard.runtime.comm import collective_call, digest, mesh_communicator, refuse_nested
 from fshard.runtime.comm.facts import Facts
@@ -27,12 +27,13 @@ from fshard.runtime.memory.memory_spaces import update_stagings
 from fshard.runtime.memory.norms import norms_of, share_of
 from fshard.runtime.memory.optimizer_layout import UpdateSlice
 from fshard.runtime.steps import refuse_transforms, scalar
+from fshard.runtime.steps.addresses import here, where
 from fshard.runtime.steps.clip import norms_by_rule, read_clip
 from fshard.runtime.steps.consensus import FAILED, RuleNorms, Tally, Verdict, consensus, read, tally
-from fshard.runtime.steps.decide import not_finite
+from fshard.runtime.steps.decide import Streak, not_finite
 from fshard.runtime.steps.failures import raise_failure
 from fshard.runtime.steps.handshake import Intent, agree
-from fshard.runtime.steps.options import late_problems
+from fshard.runtime.steps.options import SKIPS, late_problems
 from fshard.schedule.policy import Policy
 from fshard.sharding.plan import Plan
 from fshard.state.equal import Equal
@@ -44,21 +45,6 @@ from fshard.state.train_state import TrainState, expect_state, not_copied
 from fshard.training.updating import Updating
 
 
-@dataclass(frozen=True)
-class UpdateMetrics:
-    """Metrics of an update.
-
-    Attributes:
-        grad_norm: the norm of the gradients of the updated leaves before clipping, 0-dim, float32 or wider, equal on
-            all ranks.
-        skipped: whether nothing was updated, since the gradient was not finite at this loss scale, or its norm exceeds
-            ``skip_norm=``; 0-dim, bool.
-    """
-
-    grad_norm: Tensor
-    skipped: Tensor
-
-
 class UpdateStep:
     """``update(state, grads) -> (state, metrics)``. Made by ``fs.make_update``.
 
@@ -67,7 +53,7 @@ class UpdateStep:
         chosen: the plan in which every leaf is frozen that it does not update.
         form: the form of the gradients.
         clip: the limits of gradient norms.
-        skip_norm: the gradient norm above which nothing is updated.
+        streak: the updates that are skipped.
         loss_scale: how the scale of the loss adapts, if gradients are those of a scaled loss.
     """
 
@@ -80,15 +66,17 @@ class UpdateStep:
         only: str | None,
         loss_scale: LossScale | None,
         donate: bool,
+        skip_limit: int = SKIPS,
     ) -> None:
         self.plan, self.only, self.loss_scale, self.donate = plan, only, loss_scale, donate
-        self.skip_norm = skip_norm
+        self.streak = Streak(0 if skip_norm is None else skip_limit, skip_norm)
         rule, self.chosen = check_optimizer(plan, opt), plan if only is None else plan.only(only)
         self.clip = read_clip(clip_norm, self.chosen)
         self.updating = Updating(rule, plan, self.chosen, self.clip)
         self.paths = tuple(path for path, leaf in self.chosen.leaves.items() if leaf.trainable)
         self.form = form_of(self.chosen, self.paths, "the gradients of the leaves that it updates")
         told = {"update": only, "clip_norm": self.clip.rules, "skip_norm": skip_norm, "loss_scale": loss_scale}
+        told["skip_limit"] = self.streak.limit
         self.equal = Equal(plan, told, opt)
         self._latest: Ages | None = None  # those of the latest state
         self._slices: dict[int, tuple[UpdateSlice, ...]] = {}  # what it updates at these ages
@@ -146,8 +134,12 @@ class UpdateStep:
             complete(state, self.plan.mesh)
         verdict = self._norms(flat)
         state.memory.note_compared()
-        if self.skips(state, verdict.norm):
-            return self.after(state, True, self.overflows(state, verdict.norm)), self.metrics(verdict.norm, True)
+        skips, overflows = self.skips(state, verdict.norm), self.overflows(state, verdict.norm)
+        if not skips and not math.isfinite(verdict.norm):
+            raise self.not_finite(verdict, state.step, where(self.plan, self.gradients(flat).shards, comm))
+        self.note(state, verdict.norm)
+        if skips:
+            return self.after(state, True, overflows), self.metrics(verdict.norm, True)
         following = self.conclude(state, flat, verdict, lr)
         if state.memory.lent and following.stale:  # in a step function, states can be read without fs.settle
             complete(following, self.plan.mesh)
@@ -156,7 +148,7 @@ class UpdateStep:
     @property
     def may_skip(self) -> bool:
         """Whether only the gradient norm tells if the update happens."""
-        return self.loss_scale is not None or self.skip_norm is not None
+        return self.loss_scale is not None or self.streak.largest is not None
 
     def overflows(self, state: TrainState, norm: float) -> bool:
         """Whether a smaller scale may mend gradients of this norm."""
@@ -165,8 +157,12 @@ class UpdateStep:
 
     def skips(self, state: TrainState, norm: float) -> bool:
         """Whether gradients of this norm update nothing."""
-        large = self.skip_norm is not None and math.isfinite(norm) and norm > self.skip_norm
-        return large or self.overflows(state, norm)
+        return self.overflows(state, norm) or self.streak.skips(math.isfinite(norm), norm)
+
+    def note(self, state: TrainState, norm: float) -> None:
+        """Note an update that is over, whose gradients have this norm."""
+        if not self.overflows(state, norm):
+            self.streak.note(math.isfinite(norm))
 
     def after(self, state: TrainState, skipped: bool, overflow: bool = False) -> TrainState:
         """A state after this update: its numbers, and not its memory."""
@@ -201,7 +197,7 @@ class UpdateStep:
         """The norms of this rank's gradients, by clipping rule."""
         if self._latest is None:
             self._ages({})
-        gradients = self._gradients(flat)
+        gradients = self.gradients(flat)
         if len(self.clip.rules) > 1 or len(flat.form.order.paths) > len(self.paths):
             return norms_by_rule(len(self.clip.rules), self.plan, gradients)
         norms = norms_of([gradients.shards[group] for group in self._shares])
@@ -267,7 +263,6 @@ class UpdateStep:
             verdict: their norms.
             lr: the learning rate, if it is not the optimizer's own.
         """
-        self.check_finite(verdict)
         pending = self.pending(state, flat, verdict.rules, 1.0, lr)
         memory = state.memory
         shards, before = state.shards(), state.pending
@@ -287,21 +282,26 @@ class UpdateStep:
             flat.donate()
         return made
 
-    def check_finite(self, verdict: Verdict) -> None:
-        """Refuse gradients that are not finite.
+    def not_finite(self, verdict: Verdict, step: int, place: Sequence[str]) -> NonFiniteError:
+        """The error of gradients, or a loss, that are not finite: with the step after this one, and the place."""
+        return not_finite(verdict, False, [f"step {step + 1}", *self.streak.told(), *place])
+
+    def check_here(self, state: TrainState, flat: Flat, norm: float) -> None:
+        """Refuse gradients that are read within a step and are not finite.
 
         Raises:
-            NonFiniteError: with the norm.
+            NonFiniteError: with what this rank holds of them.
         """
-        if not math.isfinite(verdict.norm):
-            raise not_finite(verdict, early=False)
+        if not math.isfinite(norm):
+            place = here(self.plan, self.gradients(flat).shards)
+            raise self.not_finite(Verdict((), math.nan, norm, 1.0), state.step, [place] * bool(place))
 
     def pending(self, state: TrainState, flat: Flat, norms: Sequence[float], scale: float, lr: LearningRate) -> Pending:
         """The update, as data."""
         ages = self._ages(state.late)
         divisors = self.clip.divisors(scale, [scale * norm for norm in norms])
         step = state.step - ages.least
-        return self.updating.pending(state, step, self._gradients(flat), divisors, self.updating.fixed(step, lr))
+        return self.updating.pending(state, step, self.gradients(flat), divisors, self.updating.fixed(step, lr))
 
     def _ages(self, late: Mapping[str, int]) -> Ages:
         """How it counts the leaves of a state."""
@@ -321,7 +321,7 @@ class UpdateStep:
         held = [self.plan.groups[group.id] for group in self.form.groups if group.chunk]
         return {group.id: share_of(group, self.plan.mesh) for group in held}
 
-    def _gradients(self, flat: Flat) -> Gradients:
+    def gradients(self, flat: Flat) -> Gradients:
         """The chunks as what an update reads: of each group the part that this rank updates."""
         if self._made is not None and self._made[0] is flat and self._made[1] is self._slices:
             return self._made[2]
@@ -342,6 +342,7 @@ def make_update(
     *,
     clip_norm: float | Sequence[tuple[str, float | None]] | None = None,
     skip_norm: float | None = None,
+    skip_limit: int = SKIPS,
     only: str | None = None,
     loss_scale: LossScale | None = None,
     donate: bool = True,
@@ -356,6 +357,8 @@ def make_update(
         plan: the plan.
         clip_norm: as for ``fs.make_train_step``; norms are those of the leaves that it updates.
         skip_norm: update nothing where that norm is larger; ``metrics.skipped`` says so.
+        skip_limit: updates in a row that ``skip_norm=`` also skips because the loss or the gradient is not finite; the
+            next one is an error.
         only: a regular expression for whole paths: these leaves are updated. The others keep their values, their
             optimizer state and their number of updates.
         loss_scale: that of ``fs.value_and_grad(loss_scale=)``. Where the gradient norm is not finite nothing is
@@ -386,9 +389,9 @@ def make_update(
         ("donate", donate, bool, "True or False"),
     ]
     expect("make_update(opt, plan)", wants)
-    if problems := [*late_problems(opt, Policy(), skip_norm, None)]:
+    if problems := [*late_problems(opt, Policy(), skip_norm, None, skip_limit)]:
         raise PlanError("; ".join(problems))
     if contract(opt).steps is not None:
         remedy = "Give value_and_grad accumulate=, or add gradients up with fs.tree.add."
         raise PlanError(lines("make_update takes no optimizer that carries gradients:", [repr(opt)], remedy))
-    return UpdateStep(opt, plan, clip_norm, skip_norm, only, loss_scale, donate)
+    return UpdateStep(opt, plan, clip_norm, skip_norm, only, loss_scale, donate, skip_limit)

@@ -13,6 +13,7 @@ from fshard.runtime.steps import Options
 from fshard.runtime.steps.clip import read_clip
 from fshard.runtime.steps.float16 import scale_problems, warn_of_float16
 from fshard.runtime.steps.options import (
+    SKIPS,
     feedback_problems,
     flag_problems,
     late_problems,
@@ -38,6 +39,7 @@ def make_train_step(
     clip_norm: float | Sequence[tuple[str, float | None]] | None = None,
     skip_norm: float | None = None,
     skip: Callable[[Metrics], bool] | None = None,
+    skip_limit: int = SKIPS,
     accumulate: int = 1,
     schedule: Policy | Auto | str | None = None,
     donate: bool = True,
@@ -58,6 +60,8 @@ def make_train_step(
             ``[(pattern, limit), ...]`` on paths clip the leaves of each by their own norm; the first match wins.
         skip_norm: skip a step whose gradient norm is larger: the state that comes back is the one that went in.
         skip: skip a step of whose metrics this function says so. All ranks must say the same.
+        skip_limit: steps in a row that ``skip_norm=`` and ``skip=`` also skip because the loss or the gradient is not
+            finite; the next one is an error, as the first one is without these options, or with 0.
         accumulate: microbatches into which each batch is cut along dim 0; gradients are those of the whole batch. With
             an ``fs.Mean`` they may be of unequal size. ``fs.Microbatches`` gives them one by one.
         schedule: how the schedule is built: prefetch depth, reductions in flight, reshard after forward, and when
@@ -107,7 +111,7 @@ def make_train_step(
     problems = [
         *flag_problems(donate=donate),
         *step_problems(loss_fn, plan, clip, accumulate, policy),
-        *late_problems(opt, policy, skip_norm, skip),
+        *late_problems(opt, policy, skip_norm, skip, skip_limit),
         *feedback_problems(plan, policy),
         *scale_problems(loss_scale, policy),
         *norm_problems(norms, policy),
@@ -116,6 +120,6 @@ def make_train_step(
         raise PlanError("; ".join(problems))
     check_optimizer(plan, opt)
     asked = read_norms(norms, plan)
-    options = Options(clip, skip_norm, skip, accumulate, donate, running, loss_scale, asked)
+    options = Options(clip, skip_norm, skip, accumulate, donate, running, loss_scale, asked, skip_limit)
     warn_of_float16(plan, loss_scale)
     return TrainStep(loss_fn, opt, plan, options)

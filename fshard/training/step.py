@@ -40,7 +40,7 @@ from fshard.runtime.steps import (
     widened,
 )
 from fshard.runtime.steps.addresses import where
-from fshard.runtime.steps.decide import not_finite
+from fshard.runtime.steps.decide import Streak, not_finite
 from fshard.runtime.steps.float16 import overflowed
 from fshard.runtime.steps.watched import watched
 from fshard.schedule.costs import Costs
@@ -103,6 +103,7 @@ class TrainStep(OneFunction):
         watch = watched(options.norms, plan, grads)
         self._decide = Decisions(rule, plan, options.clip, *skipping, *parts, grads, watch)
         self._equal = Equal(plan, options.told(), opt, always=options.running.debug)
+        self._streak = Streak(options.skip_limit if options.skip_norm is not None or options.skip is not None else 0)
         self._since: Mapping[str, int] = {}
         self._last: Pending | None = None  # the update that may still read the memory of this step's gradients
         self._late: BaseException | None = None  # a signal that came when the step before was made
@@ -251,13 +252,17 @@ class TrainStep(OneFunction):
         """The next state, and the metrics: what the outcome of a step makes of a state."""
         verdict, decide, scale = outcome.verdict, self._decide, self._scale_of(state)
         overflow = overflowed(self.options.loss_scale, scale, verdict)
-        if not overflow:
+        finite = math.isfinite(verdict.norm) and math.isfinite(verdict.loss)
+        bad = not overflow and self._streak.skips(finite)
+        if not overflow and not bad:
             self._check_numbers(verdict, state.step)
         factor = decide.mean(state.step, state.count, verdict)
         summed = state.summed if overflow else decide.summed(state.step, state.summed, verdict)
         lr = rate(asked.rule().lr, state.step // decide.every + 1)
         metrics = self._metrics(state.step, outcome, factor, overflow, ran, lr)
-        if not overflow and decide.skips(metrics, self._runner.programs.comms.control):
+        if not overflow:
+            self._streak.note(finite)
+        if bad or not overflow and decide.skips(metrics, self._runner.programs.comms.control):
             decide.grads.drop()
             return state, replace(metrics, skipped=True)
         memory = self._memory(state, update, outcome, factor if not overflow else None, asked.rule())
@@ -322,7 +327,8 @@ class TrainStep(OneFunction):
         if not math.isfinite(verdict.norm) or not math.isfinite(verdict.loss):
             comm, early = self._runner.programs.comms.control, self._early
             shards = {} if early else self._decide.grads.shards
-            raise not_finite(verdict, early, [f"step {step + 1}", *where(self.plan, shards, comm)])
+            place = where(self.plan, shards, comm)
+            raise not_finite(verdict, early, [f"step {step + 1}", *self._streak.told(), *place])
         if self.options.running.debug and not self._early:
             check_copies(self.plan, self._decide.grads.shards, self._runner.programs.comms.control)
 

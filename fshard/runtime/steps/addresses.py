@@ -1,5 +1,6 @@
 """Where gradients are not finite: the leaves, their units, and the ranks that hold them."""
 
+import math
 from collections.abc import Mapping
 
 from torch import Tensor
@@ -11,14 +12,22 @@ SHOWN = 4
 """Leaves of a rank that are named."""
 
 
-def where(plan: Plan, shards: Mapping[int, Tensor], comm: Communicator) -> list[str]:
-    """The leaves whose gradient is not finite, after it was summed over ranks, a line each. Collective.
+def where(plan: Plan, shards: Mapping[int, Tensor], comm: Communicator, loss: float = 0.0) -> list[str]:
+    """What is not finite, by rank: losses, and leaves of gradients that were summed over ranks. Collective.
 
     Args:
         plan: the plan.
         shards: this rank's part of the gradients, by group id.
         comm: the control communicator over the whole mesh.
+        loss: this rank's own.
     """
+    said = here(plan, shards, loss)
+    texts = exchange_text(comm, said) if comm.size > 1 else [said]
+    return [*filter(None, texts)]
+
+
+def here(plan: Plan, shards: Mapping[int, Tensor], loss: float = 0.0) -> str:
+    """What is not finite on this rank; see ``where``."""
     found = []
     for number, shard in shards.items():
         group = plan.groups[number].owned
@@ -31,6 +40,6 @@ def where(plan: Plan, shards: Mapping[int, Tensor], comm: Communicator) -> list[
                 found.append(f"{bad} of {held.numel():,} elements of {one.path}, of unit {group.unit}")
     if len(found) > SHOWN:
         found[SHOWN:] = [f"{len(found) - SHOWN} more leaves"]
-    said = "; ".join(found)
-    texts = exchange_text(comm, said) if comm.size > 1 else [said]
-    return [f"rank {rank} holds gradients that are not finite: {text}" for rank, text in enumerate(texts) if text]
+    told = [] if math.isfinite(loss) else [f"has the loss {loss}"]
+    told += [f"holds gradients that are not finite: {'; '.join(found)}"] if found else []
+    return f"rank {plan.mesh.rank} {', and '.join(told)}" if told else ""

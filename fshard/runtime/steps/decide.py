@@ -199,6 +199,34 @@ def _mixed(step: int, weighted: bool, kept: str, remedy: str) -> LossError:
     )
 
 
+@dataclass
+class Streak:
+    """Updates in a row that are skipped since they are not finite.
+
+    Attributes:
+        limit: how many may be; 0 where none may.
+        largest: the norm above which updates are skipped that are finite; None for no limit.
+        count: how many have been skipped.
+    """
+
+    limit: int
+    largest: float | None = None
+    count: int = 0
+
+    def skips(self, finite: bool, norm: float = 0.0) -> bool:
+        """Whether an update is skipped, for either reason."""
+        large = self.largest is not None and norm > self.largest
+        return large if finite else self.count < self.limit
+
+    def note(self, finite: bool) -> None:
+        """Note an update that was made or skipped."""
+        self.count = 0 if finite else self.count + 1
+
+    def told(self) -> list[str]:
+        """How many were skipped before one that is an error, as a line of it."""
+        return [f"{self.count} before it were not finite, and were skipped: skip_limit={self.limit}"] * bool(self.count)
+
+
 def not_finite(verdict: Verdict, early: bool, where: Sequence[str] = ()) -> NonFiniteError:
     """A gradient, or a loss, that is not finite.
 

@@ -61,6 +61,10 @@ def read_running(
     return Running(policy, debug, compile, read_remat(remat))
 
 
+SKIPS = 10
+"""Updates in a row that are skipped since they are not finite, where ``skip_norm=`` or ``skip=`` is given."""
+
+
 @dataclass(frozen=True)
 class Options:
     """What ``make_train_step`` was asked for."""
@@ -73,11 +77,12 @@ class Options:
     running: Running
     loss_scale: LossScale | None
     norms: tuple[str, ...] | None = None
+    skip_limit: int = SKIPS
 
     def told(self) -> dict[str, Any]:
         """The options that must be equal on all ranks. Those about a rank's own memory need not be."""
         skip = None if self.skip is None else getattr(self.skip, "__qualname__", type(self.skip).__qualname__)
-        kept = {name: getattr(self, name) for name in ("skip_norm", "accumulate", "loss_scale", "norms")}
+        kept = {name: getattr(self, name) for name in ("skip_norm", "accumulate", "loss_scale", "norms", "skip_limit")}
         return self.running.told() | {"clip_norm": self.clip.rules, "skip": skip} | kept
 
 
@@ -129,8 +134,12 @@ def flag_problems(**flags: Any) -> Iterator[str]:
             yield f"{name}={value!r} must be True or False"
 
 
-def late_problems(opt: Optimizer, policy: Policy | Auto, skip_norm: Any, skip: Any) -> Iterator[str]:
+def late_problems(
+    opt: Optimizer, policy: Policy | Auto, skip_norm: Any, skip: Any, skip_limit: Any = SKIPS
+) -> Iterator[str]:
     """What is invalid among the options that decide after the backward whether to update."""
+    if type(skip_limit) is not int or skip_limit < 0:
+        yield f"skip_limit={skip_limit!r} must be an int >= 0"
     if skip_norm is not None:
         yield from checks.number("skip_norm", skip_norm, "(0, inf)")
     if skip is not None and not callable(skip):
