@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from fshard.errors import PlanError
+from fshard.errors import CommError, PlanError
 from fshard.played.cooperative import playing
 from fshard.played.transport import VirtualTransport
 from fshard.runtime.comm.communicator import SingleRankTransport
@@ -14,6 +14,7 @@ from fshard.runtime.comm.devices import own_device, read_device
 from fshard.runtime.comm.joining import join
 from fshard.runtime.comm.processes import ProcessTransport
 from fshard.sharding.mesh import Mesh, resolve_sizes
+from fshard.tracebacks import shorten
 
 
 def make_mesh(
@@ -61,6 +62,21 @@ def make_mesh(
             )
         mesh = Mesh(resolve_sizes(sizes, axis_names, whole.size), tuple(axis_names), thread.rank, whole.device)
         return dataclasses.replace(mesh, transport=VirtualTransport(mesh, whole))
+    try:
+        return _joined(sizes, axis_names, timeout, device, shared_memory)
+    except CommError as error:
+        shorten(error)
+        raise
+
+
+def _joined(
+    sizes: Sequence[int],
+    axis_names: Sequence[str],
+    timeout: float,
+    device: str | torch.device | None,
+    shared_memory: bool,
+) -> Mesh:
+    """The mesh of this rank of the job that the environment names."""
     joined = join(timeout, device, lambda world: resolve_sizes(sizes, axis_names, world))
     if joined is None:
         resolved = resolve_sizes(sizes, axis_names, 1)

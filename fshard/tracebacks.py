@@ -24,6 +24,15 @@ def hide(error: BaseException) -> None:
         found = found.__cause__ or found.__context__
 
 
+def shorten(error: BaseException) -> None:
+    """Leave out the causes of an error, and the frames through which it came so far: its text has the cause.
+
+    All of them stay if the environment has ``FSHARD_TRACEBACKS=full``.
+    """
+    if os.environ.get(FULL) != "full":
+        error.__cause__, error.__suppress_context__, error.__traceback__ = None, True, None
+
+
 def _mark(trace: TracebackType | None) -> None:
     while trace is not None:
         name = str(trace.tb_frame.f_globals.get("__name__", ""))

@@ -26,8 +26,8 @@ from fshard.runtime.comm.ending import Ending, left
 from tests.faults.stuck import _free_port
 from tests.shared.workers import PRELOAD
 
-GRACE = 10.0
-"""Seconds in which a process must have ended after its error, on a busy machine."""
+GRACE = 60.0
+"""Seconds in which a process must have ended after its error, on a busy machine; one second where it is not."""
 
 
 @pytest.fixture
@@ -126,7 +126,7 @@ def ends_of(world: int, victim: int, where: str, folder: Path) -> list[tuple[int
         process.start()
     found = []
     for rank, process in enumerate(ranks):
-        process.join(60.0)
+        process.join(GRACE)
         ended = time.monotonic()
         with contextlib.suppress(FileNotFoundError):
             raised = float((folder / f"raised{rank}").read_text().split()[0])

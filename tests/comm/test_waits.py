@@ -47,6 +47,7 @@ ENDED = {
     "runtime/comm/alive.py": "bounded, one second; its notes are left in joining.py, bounded",
     "runtime/comm/bounded.py": "the seconds that it is given",
     "runtime/comm/ending.py": "two seconds, once at the end of a process",
+    "runtime/comm/interface.py": "a socket of datagrams: it sends nothing, and waits for nobody",
     "runtime/comm/exchange.py": "handles of communicators",
     "runtime/comm/gloo.py": "the timeout of the communicator, for each message; the watchdog",
     "runtime/comm/links.py": "one deadline for a communicator's links; a poll of zero, or of what is left of a timeout",

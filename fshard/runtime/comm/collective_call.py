@@ -16,6 +16,7 @@ from fshard.runtime.comm.calls import MEETING, refuse
 from fshard.schedule.transfers import COLLECTIVES
 from fshard.sharding.mesh import Mesh
 from fshard.torch_internals import DispatchModeKey, dispatch_mode
+from fshard.tracebacks import shorten
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -80,6 +81,8 @@ def telling(mesh: Mesh | None, always: bool = True) -> Iterator[None]:
             _tell(mesh, error)
         mesh.transport.abort(COLLECTIVES, f"{type(error).__name__}: {error}")
         here.told = error
+        if isinstance(error, CommError | PeerError):  # of another rank: nothing in this one is its cause
+            shorten(error)
         raise
     finally:
         setattr(thread, MEETING, around)

@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from functools import cache
 
+from fshard.errors import CommError, PeerError
 from fshard.runtime.comm.call_site import HelperThread
 from fshard.tracebacks import FULL
 
@@ -24,6 +25,12 @@ Sockets = set[tuple[int, str]]
 
 SOON, LATE = 0.1, 2.0
 """Seconds that threads get to end, before connections are shut down and after."""
+
+LAG = 1.0
+"""Seconds by which a rank that another one has failed ends later: torchrun takes the first to end for the cause."""
+
+AGENT = "TORCHELASTIC_RUN_ID"
+"""The environment variable of ranks that torchrun's agent has started."""
 
 FOLDER, ERRORS = "/proc/self/fd", 2
 
@@ -41,12 +48,15 @@ class Ending:
 
     def end(self) -> None:
         """Let threads return that wait inside of C++; where one does not, end with the status of the error."""
+        error = uncaught()
+        if isinstance(error, CommError | PeerError) and AGENT in os.environ:
+            time.sleep(LAG)
         if left(SOON):
             with quiet():
                 for number, _ in self.sockets & open_sockets():
                     shut_down(number)
                 late = left(LATE)
-            if late and failed():
+            if late and error is not None:
                 os._exit(1)
 
 
@@ -65,10 +75,10 @@ def left(seconds: float) -> list[HelperThread]:
     return [thread for thread in found if thread.is_alive()]
 
 
-def failed() -> bool:
-    """Whether an error that nobody caught ends this process. An interactive session outlives its errors."""
-    error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
-    return error is not None and not (sys.flags.interactive or hasattr(sys, "ps1"))
+def uncaught() -> BaseException | None:
+    """The error that nobody caught and that ends this process. An interactive session outlives its errors."""
+    error: BaseException | None = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
+    return None if sys.flags.interactive or hasattr(sys, "ps1") else error
 
 
 @contextmanager

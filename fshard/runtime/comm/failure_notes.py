@@ -32,10 +32,12 @@ class FailureNotes:
 
     Attributes:
         silent: whether the store did not answer.
+        hosts: the name of each rank's host, once the ranks have met.
     """
 
     def __init__(self) -> None:
         self.silent = False
+        self.hosts: dict[int, str] = {}
         own(self)
 
     def disown(self, why: str) -> None:

@@ -2,6 +2,7 @@
 
 import datetime
 import os
+import re
 import socket
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from fshard.runtime.comm.alive import MOST, Alive
 from fshard.runtime.comm.bounded import bounded
 from fshard.runtime.comm.descriptors import Descriptors
 from fshard.runtime.comm.devices import Place, agree_on_places, choose_device, device_of_group, place_of, with_nccl
+from fshard.runtime.comm.interface import VARIABLE, interface
 from fshard.runtime.comm.launchers import as_torchrun
 from fshard.runtime.comm.pending import naming_errors
 from fshard.runtime.comm.processes import GRACE, STORE
@@ -24,6 +26,12 @@ from fshard.torch_internals import default_group, default_store
 T = TypeVar("T")
 Check = Callable[[int], object]
 """Raises a PlanError if the number of ranks is not what a rank expects."""
+
+CLOSED = re.compile("likely closed|reset by peer|Broken pipe")
+"""The store's errors of connections whose other end has ended."""
+
+HAS = "or torchrun's agent, which has it, has ended: see its log"
+"""Follows the rank that keeps the store."""
 
 JOINING = 300.0
 """Seconds for the ranks of one host to come to the file in which they meet."""
@@ -80,6 +88,8 @@ def join(timeout: float, given: str | torch.device | None, check: Check) -> Join
         alive = _come(store, rank, world)
         device = _agreed(store, rank, world, timeout, lambda: choose_device(given, visible, local), check, alive)
         backend = "nccl" if device.type == "cuda" else "gloo"
+        if name := interface(os.environ):
+            os.environ[VARIABLE] = name
         _in_time(lambda: _init(backend, store, rank, world, device, limit), timeout, alive)
     return Joined(rank, world, device, backend, True, descriptors, alive)
 
@@ -172,18 +182,29 @@ def _in_time(body: Callable[[], T], seconds: float, alive: Alive | None = None) 
     """Join within the timeout, unless a rank ends. (A store whose host is frozen never answers.)"""
     try:
         return bounded(body, seconds + GRACE, "the start of all ranks", alive.look if alive is not None else None)
+    except dist.DistNetworkError as error:
+        if alive is None or not CLOSED.search(str(error)):
+            raise
+        alive.look()
+        raise CommError(
+            f"the store of the job at {_place()} has ended before the ranks were joined: rank 0 {HAS}"
+        ) from error
     except (TimeoutError, dist.DistStoreError) as error:
         if alive is not None and (gone := alive.missing()):
             ranks = f"rank{'s' * (len(gone) > 1)} {', '.join(map(str, gone[:MOST]))}"
             raise CommError(f"{ranks} did not come to fs.make_mesh within {seconds:g} s: see their logs") from error
         if not isinstance(error, TimeoutError):
             raise
-        world, at = dist.get_world_size() if dist.is_initialized() else os.environ["WORLD_SIZE"], STORE
-        if not dist.is_initialized():
-            at = f"{os.environ.get('MASTER_ADDR', 'a file')}:{os.environ.get('MASTER_PORT', 'of this host')}"
+        world = dist.get_world_size() if dist.is_initialized() else os.environ["WORLD_SIZE"]
+        at = STORE if dist.is_initialized() else _place()
         raise TimeoutError(
             f"{error}. Not all of {world} ranks came to the store at {at}, or its host cannot be reached: see the logs"
         ) from error
+
+
+def _place() -> str:
+    """The address of the store that the environment names."""
+    return f"{os.environ.get('MASTER_ADDR', 'a file')}:{os.environ.get('MASTER_PORT', 'of this host')}"
 
 
 def _rendezvous(timeout: datetime.timedelta) -> tuple[Any, int, int]:

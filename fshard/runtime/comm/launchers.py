@@ -79,6 +79,12 @@ def as_torchrun(environment: Mapping[str, str]) -> dict[str, str]:
             f"WORLD_SIZE={environment['WORLD_SIZE']}, but RANK is not set, so this process would train alone on the "
             f"whole batch: start the program with torchrun, or set RANK, MASTER_ADDR and MASTER_PORT, too"
         )
+    if environment.get("RANK"):
+        raise PlanError(
+            f"RANK={environment['RANK']}, but WORLD_SIZE is not set, so this process would train alone on the whole "
+            f"batch: start the program with torchrun, or set WORLD_SIZE, MASTER_ADDR and MASTER_PORT, too; or, if one "
+            f"process is meant, start it with `env -u RANK python ...`"
+        )
     return {}
 
 

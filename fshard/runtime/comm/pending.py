@@ -14,6 +14,15 @@ from fshard.errors import CommError
 SOURCE = re.compile(r"^\[/[^]]*\] ")
 """gloo's own file and line at the start of its errors."""
 
+ADVICE = " This is typically caused by"
+"""Begins what gloo says to everybody."""
+
+CLOSED = re.compile(r"[Cc]onnection (closed|reset) by|Broken pipe")
+"""gloo's errors of connections whose other end has ended."""
+
+GONE = "has closed its connection"
+"""A part of the text of errors of a rank that has ended, or given up."""
+
 
 @contextmanager
 def naming_errors(describe: str, rank: int | None = None) -> Iterator[str]:
@@ -23,7 +32,9 @@ def naming_errors(describe: str, rank: int | None = None) -> Iterator[str]:
     except CommError:
         raise
     except (RuntimeError, OSError) as error:
-        text = SOURCE.sub("", (str(error).splitlines() or [type(error).__name__])[0])
+        text = SOURCE.sub("", (str(error).splitlines() or [type(error).__name__])[0]).partition(ADVICE)[0]
+        if rank is not None and CLOSED.search(text):
+            raise CommError(f"{describe} failed: rank {rank} {GONE}: it ended or failed") from error
         peer = "" if rank is None else f"rank {rank} is gone, stuck, or at another collective: "
         raise CommError(f"{describe} failed: {peer}{text}") from error
 

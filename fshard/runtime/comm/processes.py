@@ -2,6 +2,7 @@
 
 import datetime
 import secrets
+import socket
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
@@ -325,9 +326,10 @@ class ProcessTransport:
             group = self._group(range(size), "gloo")
             self.watchdog.name = self._name(group)
             self.base = GlooCommunicator("base", size, group, self.watchdog, self.mesh.members, key=self.watchdog.name)
-            told = exchange_text(self.base, f"{secrets.token_hex(4)} {host_key()}", 256)
-            self.hosts = [text.partition(" ")[2] for text in told]
-            self.flight.meet(told[0].partition(" ")[0])
+            told = exchange_text(self.base, f"{secrets.token_hex(4)} {socket.gethostname()[:64]} {host_key()}", 256)
+            jobs, names, self.hosts = map(list, zip(*(text.split(" ", 2) for text in told), strict=True))
+            self.watchdog.notes.hosts = dict(zip(self.mesh.members, names, strict=True))
+            self.flight.meet(jobs[0])
         return self.base
 
 

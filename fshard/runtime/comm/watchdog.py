@@ -12,9 +12,10 @@ The thread holds no reference to the watchdog between two looks, so a mesh that 
 
 import atexit
 import os
+import re
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TextIO
@@ -24,6 +25,7 @@ from fshard.forks import own
 from fshard.runtime.comm.call_site import op_of, place
 from fshard.runtime.comm.failure_notes import GATHERING, MOST, FailureNotes
 from fshard.runtime.comm.flight import Flight, Stamp
+from fshard.runtime.comm.pending import GONE
 from fshard.threads import Supervisor, say
 
 LONG = 10.0
@@ -44,6 +46,8 @@ LATE = "imed out"
 STUCK = (LATE, "another collective", "different calls")
 """Parts of error texts which say that ranks may be at different calls."""
 
+SAME = "All ranks must make the same calls of the library in one order."
+"""The remedy where ranks may be at different calls."""
 
 Wait = tuple[str, int]
 """A collective that waits, and the rank that it waits for, -1 if unknown."""
@@ -173,6 +177,8 @@ class Watchdog:
             stuck = any(word in text for word in STUCK)
             if ASKED not in text:
                 text = self._explained(text, ranks, fatal, stuck)
+            if (where := hosts_in(text, self.notes.hosts)) not in text:
+                text = f"{text}\n{where}"
             if self.flight is not None and (fatal or LATE in text):  # else all ranks go on, from a mistake
                 left = self.flight.leave(str(error))
                 text = f"{text}\n{left}" if left not in text else text
@@ -184,7 +190,7 @@ class Watchdog:
         """The text of an error, with the calls of the ranks if they may be at different ones."""
         own = place()
         self.failed = True
-        if fatal and stuck:
+        if fatal and (stuck or GONE in text):
             self.abort_all(f"CommError: {text} (at {own})")
         self._tell(own)
         others = [rank for rank in ranks if rank != self.rank][: MOST - 1]
@@ -194,7 +200,7 @@ class Watchdog:
         told = {self.rank: own, **dict(zip(others, notes, strict=True))}
         why = "the store does not answer" if self.notes.silent else "it is frozen, gone or elsewhere"
         rows = [f"rank {rank}: {told[rank] or f'no answer: {why}'}" for rank in sorted(told)]
-        remedy = "All ranks must make the same calls of the library in one order."
+        remedy = SAME if stuck else "See the logs of ranks that have ended."
         return lines(f"{text}; {ASKED}", rows, remedy)
 
     def look(self) -> None:
@@ -263,6 +269,18 @@ class Watchdog:
 
     def _key(self, rank: int) -> str:
         return f"{self.name}/at/{rank}"
+
+
+def hosts_in(text: str, hosts: Mapping[int, str]) -> str:
+    """The hosts of the ranks that a text names; empty if all ranks are on one.
+
+    >>> hosts_in("rank 2 has waited for rank 0", {0: "a", 1: "a", 2: "b"})
+    'Hosts: rank 0 on a, rank 2 on b'
+    """
+    named = sorted({int(number) for number in re.findall(r"\brank (\d+)", text)} & hosts.keys())
+    if len(set(hosts.values())) < 2 or not named:
+        return ""
+    return f"Hosts: {', '.join(f'rank {rank} on {hosts[rank]}' for rank in named)}"
 
 
 def _run(watchdog: "weakref.ref[Watchdog]", closed: threading.Event, tick: float) -> None:
