@@ -6,6 +6,7 @@ from itertools import groupby, pairwise
 from pathlib import Path
 
 from fshard.schedule.flight import Record, of_one_job, read_records, verdict
+from fshard.schedule.stragglers import straggler
 from fshard.view.chrome import Run, Span, write
 
 
@@ -25,6 +26,8 @@ def run(args: argparse.Namespace) -> int:
     start = min((record.entries[0].time for record in records if record.entries), default=0.0)
     write(out, {f"rank {record.rank}": [*runs_of(record, start)] for record in records})
     print(verdict(every))
+    if told := straggler([record for record in records if record.entries]):
+        print(told)
     print(f"{sum(len(record.entries) for record in records):,} entries of {len(records)} ranks: {out}")
     return 0
 

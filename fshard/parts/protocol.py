@@ -8,9 +8,7 @@ and failures. ``conclude`` makes the next states of it.
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from typing import Any, NamedTuple
-
-import torch
+from typing import Any
 
 from fshard import tree
 from fshard.collectives.scope import bind
@@ -18,16 +16,16 @@ from fshard.errors import TreeError
 from fshard.parts.ages import after_call, trained_leaves
 from fshard.parts.arguments import Arguments, Final, Result, check_mesh
 from fshard.parts.assemble import assemble, scheduled, task_of
+from fshard.parts.attempt import Attempt, tallied
 from fshard.parts.numbers import Numbers
 from fshard.parts.record import Recorded, Untraced, record
 from fshard.parts.replay import Replay
-from fshard.parts.returned import WIDTH, joint_floats, returned_values, with_floats
+from fshard.parts.returned import WIDTH, joint_floats, with_floats
 from fshard.parts.running import Updated
 from fshard.runtime.comm import COLLECTIVES, Facts, digest, mesh_communicator, refuse_nested
 from fshard.runtime.comm.communicator import SingleRankTransport, Transport
 from fshard.runtime.comm.communicators import Communicators
 from fshard.runtime.engine.batch import check_detached, signature
-from fshard.runtime.engine.plain import PlainTold
 from fshard.runtime.engine.rng import seeded
 from fshard.runtime.execution import Pending, Shield, Update, parts_of
 from fshard.runtime.execution.executor import Scheduled
@@ -39,6 +37,7 @@ from fshard.runtime.steps.ends import End, attempted, decline, drained, foretold
 from fshard.runtime.steps.failures import together
 from fshard.runtime.steps.handshake import Intent, agree
 from fshard.runtime.steps.options import Running
+from fshard.runtime.steps.pace import Pace
 from fshard.runtime.steps.rates import decided, foreseen
 from fshard.runtime.steps.rows import rows_of
 from fshard.schedule.auto import Auto, Choice
@@ -58,24 +57,6 @@ CALL = "step"
 """What ranks call it when they compare their calls."""
 
 
-class Attempt(NamedTuple):
-    """What a step function came to on this rank.
-
-    Attributes:
-        end: how it ended.
-        result: what it returned.
-        numbers: what this rank brings to the consensus.
-        plain: the plain values that it returned.
-        floats: the mean over ranks of each float among these.
-    """
-
-    end: End
-    result: Result | None
-    numbers: Sequence[float] = ()
-    plain: PlainTold = PlainTold()
-    floats: Sequence[float] = ()
-
-
 class StepRunner:
     """Runs a step function.
 
@@ -89,11 +70,13 @@ class StepRunner:
         latest: the latest step.
         choices: what ``fs.Auto`` chose for what the function does.
         replays: the steps that have a schedule.
+        busy: by rank, the seconds since the step before in which it did not wait for others; empty on one rank.
     """
 
     def __init__(self, fn: Callable[..., Any], plan: Plan, running: Running, donate: bool) -> None:
         self.fn, self.plan, self.running, self.donate = fn, plan, running, donate
-        self._rows = rows_of(plan)
+        self._rows, self._pace = rows_of(plan), Pace()
+        self.busy: Sequence[float] = ()
         self.latest = Latest()
         self.choices: dict[Recorded, Choice] = {}
         self._recorded: dict[Hashable, tuple[Recorded | Untraced, Sequence[Plan]]] = {}
@@ -257,7 +240,7 @@ class StepRunner:
                 for axes in step.recorded.communicates:
                     comms.transport.communicator(COLLECTIVES, axes)
                 result, end = self._run(replay, executor, given, shield)
-                attempt, verdict = executor.consensus(lambda: self._decided(replay, result, end, uneven))
+                attempt, verdict = executor.consensus(lambda: self._decided(replay, executor, result, end, uneven))
         finally:
             self.latest = Latest(step.schedule, executor.record, executor.times)
             for prepared in step.passes:
@@ -267,16 +250,20 @@ class StepRunner:
         return attempt, verdict
 
     def _decided(
-        self, replay: Replay, result: Result | None, end: End, uneven: Sequence[str]
+        self, replay: Replay, executor: Scheduled, result: Result | None, end: End, uneven: Sequence[str]
     ) -> tuple[Attempt, Verdict]:
         step, control = replay.step, mesh_communicator(self.plan.mesh)
         failed = foretold(step.programs[0].comms.transport, control, end.status)
         if failed is not None:
             return Attempt(end, None), failed
         with self._transport.program():
-            attempt = _tallied(replay, result, end)
-        copied = len(step.copied)
-        verdict = exchange_sums(control, attempt.end.status, attempt.numbers, step.width, copied + WIDTH)
+            attempt = tallied(replay, result, end)
+        copied, numbers = len(step.copied), attempt.numbers
+        if numbers:
+            numbers = [*numbers, self._pace.busy(executor.record, executor.times) if control.size > 1 else 0.0]
+        verdict = exchange_sums(control, attempt.end.status, numbers, step.width + 1, copied + WIDTH + 1)
+        self._pace.over()
+        self.busy = [row[-1] for row in verdict.told] if control.size > 1 else []
         if verdict.worst == OK:
             attempt = attempt._replace(floats=joint_floats(control, verdict.told, copied, attempt.plain, uneven))
         return attempt, verdict
@@ -380,18 +367,3 @@ class StepRunner:
             stale |= updated.part.updating.shared
         self._last += tuple(pendings)
         return Memory(origin.plan, shards, joined(pendings), stale)
-
-
-def _tallied(replay: Replay, result: Result | None, end: End) -> Attempt:
-    """What this rank brings to the consensus."""
-    if result is None or end.status != OK:
-        return Attempt(end, None)
-    try:
-        returned = returned_values(result.metrics)
-        updates = [each for final in result.finals for each in final.updates]
-        numbers = replay.tally(updates, returned.reading())
-        return Attempt(end, result, numbers, returned.told[0])
-    except torch.AcceleratorError:  # the device is lost, and those of other ranks wait for it
-        raise
-    except Exception as error:  # a device reports late what went wrong there
-        return Attempt(End(FAILED, error), None)

@@ -1,7 +1,7 @@
 """``fs.make_step``: a function of parts becomes one step, on one schedule."""
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from fshard.arguments import Want, described, expect
@@ -112,6 +112,15 @@ class Step(LatestRun):
                 f"consensus for each: decide by torch.where, or outside of the step",
                 stacklevel=4,
             )
+
+    @property
+    def busy(self) -> Sequence[float]:
+        """By rank, the seconds since the step before in which it did not wait for others, as ``metrics.ran.busy``.
+
+        Equal on all ranks; the one with the most is the one that others wait for. Empty on one rank, and before a step
+        has run on its schedule.
+        """
+        return self._runner.busy
 
     @property
     def units(self) -> str:

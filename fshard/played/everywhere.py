@@ -180,7 +180,7 @@ class OfAllRanks:
     def calibrate(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
         """As on a rank; outside of ``run`` of a global batch, on all ranks."""
         plan = self._all_plan
-        if not plan.mesh.everywhere:
+        if not plan.mesh.everywhere or tree_states(batch):
             return self._all_here().calibrate(batch, *args, **kwargs)
         mesh: Playable = plan.mesh  # type: ignore[assignment]
         return mesh.run(lambda: self._all_here().calibrate(part_of(batch, plan), *args, **kwargs))[0]

@@ -245,7 +245,9 @@ def step_through(step: Any, state: Any, batch: Any) -> Stepping:
     if not isinstance(step, OfAllRanks) or not hasattr(type(step), "watched"):
         raise PlanError(
             f"fs.view.step_through(step, state, batch) takes a train step of a plan on fs.virtual_mesh, made outside "
-            f"of mesh.run, and was given {described(step)}"
+            f"of mesh.run, and was given {described(step)}. The ops of a step function are in "
+            f"step.trace(state, batch).schedule, and their times in step.measured; a train step of its loss, or a part "
+            f"of it, such as fs.value_and_grad, can be stepped through"
         )
     if not isinstance(getattr(state, "memory", None), MemoryOfAllRanks):
         raise TreeError(

@@ -1,5 +1,7 @@
 """A slow rank is named: the waits of others are no compute of theirs."""
 
+import dataclasses
+import functools
 import time
 from typing import Any
 
@@ -9,7 +11,9 @@ import torch
 import fshard as fs
 from fshard.errors import NonFiniteError
 from fshard.runtime.steps.pace import Pace
+from fshard.schedule.flight import OVER, Entry, Record
 from fshard.schedule.ops import Op
+from fshard.schedule.stragglers import straggler
 from tests.shared.workers import Pools
 
 
@@ -24,6 +28,13 @@ def slow() -> Any:
         time.sleep(0.4 * mesh.rank)
         state, metrics = step(state, torch.ones(2, 4))
     found = metrics.scalars()
+    grad = fs.value_and_grad(lambda params, x: (params["w"] - x).square().mean(), plan)
+    update = fs.make_update(opt, plan)
+    own = fs.make_step(lambda state, x: update(state, grad(state, x)[1]), plan)
+    for _ in range(2):
+        time.sleep(0.4 * mesh.rank)
+        state, _ = own(state, torch.ones(2, 4))
+    found["own"] = list(own.busy)
     return {"slowest": metrics.ran.slowest, "compute": step.measured.compute, **found}
 
 
@@ -35,8 +46,41 @@ def test_a_straggler_is_named(pool: Pools) -> None:
         assert found["slowest"] == found["busy_max_rank"] == 1
         assert found["busy_max"] > 0.39 > 0.3 > found["busy_min"]
         assert found["compute"] < 0.3
+        assert found["own"][1] > 0.39 > 0.3 > found["own"][0]
         if rank == 0:
             assert found["exposed"] > 0.3
+
+
+@functools.cache
+def schedule() -> Any:
+    """Of a train step on three ranks."""
+    mesh = fs.virtual_mesh((3,), ("data",))
+    plan = fs.make_plan({"w": torch.zeros(6)}, mesh, [(".*", fs.fsdp("data"))])
+    step = fs.make_train_step(lambda params, x: (params["w"] - x).square().mean(), fs.optim.sgd(0.1), plan)
+    return step.trace(torch.ones(3, 6)).schedule
+
+
+def record(rank: int, runs: int, late: float) -> Record:
+    """Of a rank that computes for one second in each run, and so much longer before its first op of it."""
+    ops, entries, clock = schedule(), list[Entry](), 100.0 * rank  # clocks of hosts differ
+    for run in range(runs):
+        waits = {"handshake": 0.5 - late, "consensus": 0.01}
+        clock += late
+        for number, op in enumerate(ops):
+            entries.append(Entry(clock, run, number, 1))
+            clock += waits.get(op.kind, 1.0 / len(ops))
+        entries.append(Entry(clock, run, OVER, 1))
+    return Record(rank, 3, entries, {1: ops})
+
+
+def test_a_trace_names_the_straggler_with_its_waits() -> None:
+    late = straggler([record(0, 4, 0.0), record(1, 4, 0.0), record(2, 4, 0.5)])
+    assert late.startswith("the straggler is rank 2: the others waited 2 s of ") and "in 4 runs" in late
+    assert "2 s in the handshake" in late and "consensus" not in late
+    assert straggler([record(rank, 4, 0.0) for rank in range(3)]).startswith("no straggler")
+    assert not straggler([]) and not straggler([record(0, 4, 0.0)])
+    torn = dataclasses.replace(record(1, 4, 0.0), entries=record(1, 1, 0.0).entries)
+    assert "in 1 runs" in straggler([record(0, 4, 0.0), torn])
 
 
 def test_waits_are_not_counted() -> None:

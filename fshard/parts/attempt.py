@@ -1,0 +1,46 @@
+"""What a step function came to on one rank, before all of them learn of it."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from fshard.parts.arguments import Result
+from fshard.parts.replay import Replay
+from fshard.parts.returned import returned_values
+from fshard.runtime.engine.plain import PlainTold
+from fshard.runtime.steps.consensus import FAILED, OK
+from fshard.runtime.steps.ends import End
+
+
+class Attempt(NamedTuple):
+    """What a step function came to on this rank.
+
+    Attributes:
+        end: how it ended.
+        result: what it returned.
+        numbers: what this rank brings to the consensus.
+        plain: the plain values that it returned.
+        floats: the mean over ranks of each float among these.
+    """
+
+    end: End
+    result: Result | None
+    numbers: Sequence[float] = ()
+    plain: PlainTold = PlainTold()
+    floats: Sequence[float] = ()
+
+
+def tallied(replay: Replay, result: Result | None, end: End) -> Attempt:
+    """What this rank brings to the consensus."""
+    if result is None or end.status != OK:
+        return Attempt(end, None)
+    try:
+        returned = returned_values(result.metrics)
+        updates = [each for final in result.finals for each in final.updates]
+        numbers = replay.tally(updates, returned.reading())
+        return Attempt(end, result, numbers, returned.told[0])
+    except torch.AcceleratorError:  # the device is lost, and those of other ranks wait for it
+        raise
+    except Exception as error:  # a device reports late what went wrong there
+        return Attempt(End(FAILED, error), None)
