@@ -63,6 +63,26 @@ def pytest_collection_finish() -> None:
     gc.enable()
 
 
+def modes_of_torch() -> dict[str, object]:
+    """What a test must leave as it found it; later tests of the same process would fail in its place."""
+    return {
+        "transform of torch.func": torch._C._functorch.peek_interpreter_stack(),
+        "modes for functions": torch._C._len_torch_function_stack(),
+        "modes for operators": torch._C._len_torch_dispatch_stack(),
+        "grad mode": torch.is_grad_enabled(),
+        "default dtype": torch.get_default_dtype(),
+        "a derivative": torch.func.grad(torch.square)(torch.tensor(0.25)).item(),
+    }
+
+
+@pytest.fixture(autouse=True)
+def modes_stay() -> Iterator[None]:
+    """Fail the test that leaves a transform or a mode of PyTorch behind, not the tests after it."""
+    before = modes_of_torch()
+    yield
+    assert modes_of_torch() == before
+
+
 @pytest.fixture(scope="session")
 def pool() -> Iterator[Pools]:
     """``pool(world).run(function, *args, timeout=60)``: what each of ``world`` gloo ranks returned."""

@@ -86,10 +86,19 @@ def _check(**numbers: int | None) -> None:
 
 def _values(path: str) -> tuple[Path, dict[str, Any]]:
     file = Path(path) / "config.json" if Path(path).is_dir() else Path(path)
-    found = read_json(file, infinite=True)
+    found = _with_floats(read_json(file, infinite=True))
     if not isinstance(found, dict) or not isinstance(found.get("model_type"), str):
         raise PlanError(f"{file} has no model_type, so it is no configuration of Hugging Face")
     return file, found
+
+
+def _with_floats(value: Any) -> Any:
+    """A value whose numbers that JSON lacks are floats; transformers writes them as {"__float__": "Infinity"}."""
+    if isinstance(value, dict):
+        if value.keys() == {"__float__"} and value["__float__"] in ("NaN", "Infinity", "-Infinity"):
+            return float(value["__float__"])
+        return {name: _with_floats(each) for name, each in value.items()}
+    return [_with_floats(each) for each in value] if isinstance(value, list) else value
 
 
 def _config(file: Path, values: dict[str, Any], transformers: Any) -> Any:
