@@ -52,7 +52,7 @@ def empty_weights() -> Iterator[None]:
         handle.remove()
 
 
-WRAPPERS = ("DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule")
+WRAPPERS = ("DataParallel", "DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule")
 """Classes of PyTorch whose modules communicate by themselves."""
 
 

@@ -256,7 +256,7 @@ def _joined(values: list[Any], path: str) -> Any:
             f"{path} differs between ranks, on rank 0 and on rank {differ[0]}: outside of mesh.run a call returns what "
             f"is equal on all ranks, and states, which are as they were before the call. Give a number as "
             f"fs.Mean(total, count) from the loss or evaluation that makes it, or make the call in mesh.run(fn), which "
-            f"returns the result of each rank. Of trees of shards, such as gradients, one for each rank, "
+            f"returns the result of each rank: of trees of shards among those, such as gradients, "
             f"fs.unshard(results, plan) makes whole tensors"
         )
     return first

@@ -283,7 +283,8 @@ class Plan:
         if whole:
             all_ranks = "results of mesh.run" if self.mesh.everywhere else what
             return f"These are shards, this rank's parts: give fs.unshard({all_ranks}, plan), whole tensors."
-        return f"These are whole tensors: give fs.shard({what}, plan), this rank's parts of them."
+        where = " in mesh.run(fn)" * bool(self.mesh.everywhere)
+        return f"These are whole tensors: give fs.shard({what}, plan){where}, this rank's parts of them."
 
     def __repr__(self) -> str:
         return f"<Plan: {len(self.leaves)} leaves in {len(self.groups)} groups on {dict(self.mesh.shape)}>"

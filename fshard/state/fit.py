@@ -11,6 +11,7 @@ from fshard.optim.base import Optimizer
 from fshard.optim.checks import is_optimizer
 from fshard.optim.contract import Contract, contract
 from fshard.optim.form import Grain, LeafInfo
+from fshard.optim.own_rule import check_own_rules
 from fshard.sharding.layout import Group
 from fshard.sharding.leaf import Leaf
 from fshard.sharding.plan import Plan
@@ -54,6 +55,7 @@ def check_optimizer(plan: Plan, opt: Optimizer) -> Contract:
                 "Change the plan's rules or the optimizer.",
             )
         )
+    check_own_rules(made, next((opt.hyper(leaf.path, leaf.shape) for leaf, _ in grains), None))
     return made
 
 

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import fshard as fs
 from fshard.errors import LossError, PlanError, TreeError
+from fshard.training.metrics import Metrics
 
 MESH = fs.virtual_mesh((2,), ("data",))
 RULES = [(".*", fs.fsdp("data"))]
@@ -79,6 +80,9 @@ TRIES: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (lambda: pickle.dumps(state()), TypeError, "fs.Checkpointer(folder).save(state)"),
     (lambda: fs.make_train_step(MODEL, OPT, PLAN), PlanError, "loss_fn is Model"),
     (lambda: fs.split(distributed("DistributedDataParallel")), PlanError, ".module of a wrapper"),
+    (lambda: fs.split(nn.DataParallel(nn.Linear(2, 2))), PlanError, ".module of a wrapper"),
+    (lambda: fs.func.hvp(loss, PLAN)(MODEL.params, MODEL.params, X), TreeError, "plan) in mesh.run(fn)"),
+    (lambda: Metrics(torch.ones(()), torch.ones(()))["loss"], TypeError, "such as metrics.loss"),
     (lambda: fs.split(distributed("FSDPModule", True)), PlanError, "0: FSDPModule"),
     (lambda: fs.make_plan({"a": MODEL, "b": MODEL}, MESH, RULES), PlanError, "fs.tree.map(torch.clone, model.params)"),
     (lambda: fs.make_plan({"a": MODEL.params, "b": MODEL.params}, MESH, RULES), PlanError, "clone one"),

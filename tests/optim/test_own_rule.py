@@ -1,0 +1,110 @@
+"""Optimizers as people write them: elementwise rules in place run, others are refused where they are given."""
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import fshard as fs
+
+
+class Plain:
+    """Gradient descent with momentum, in place."""
+
+    lr = 0.1
+
+    def init(self, param: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"momentum": torch.zeros_like(param)}
+
+    def hyper(self, path: str, shape: tuple[int, ...]) -> float:
+        return 0.0
+
+    def update(self, params: Any, grads: Any, states: Any, *, step: int, hyper: Any, **more: Any) -> Any:
+        for param, grad, state in zip(params, grads, states, strict=True):
+            self.rule(param, grad, state["momentum"], step)
+
+    def rule(self, param: torch.Tensor, grad: torch.Tensor, momentum: torch.Tensor, step: int) -> Any:
+        param.sub_(momentum.mul_(0.9).add_(grad), alpha=self.lr)
+
+
+class Lars(Plain):
+    def rule(self, param: torch.Tensor, grad: torch.Tensor, momentum: torch.Tensor, step: int) -> Any:
+        param.sub_(grad / (grad.norm() + 1e-6), alpha=self.lr)
+
+
+class Centralized(Plain):
+    def rule(self, param: torch.Tensor, grad: torch.Tensor, momentum: torch.Tensor, step: int) -> Any:
+        param.sub_(grad - grad.mean(), alpha=self.lr)
+
+
+class Counts(Plain):
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def rule(self, param: torch.Tensor, grad: torch.Tensor, momentum: torch.Tensor, step: int) -> Any:
+        self.calls += 1
+        param.sub_(grad, alpha=self.lr / self.calls)
+
+
+class Returns(Plain):
+    def update(self, params: Any, grads: Any, states: Any, *, step: int, hyper: Any, **more: Any) -> Any:
+        return [param - self.lr * grad for param, grad in zip(params, grads, strict=True)]
+
+
+class NotInPlace(Plain):
+    def rule(self, param: torch.Tensor, grad: torch.Tensor, momentum: torch.Tensor, step: int) -> Any:
+        param = param - self.lr * grad
+
+
+class InitTakesMore(Plain):
+    def init(self, param: torch.Tensor, hyper: Any) -> dict[str, torch.Tensor]:  # type: ignore[override]
+        return {}
+
+
+def plan() -> tuple[fs.Plan, Any]:
+    model = fs.split(nn.Linear(3, 2))
+    mesh = fs.abstract_mesh((2,), ("data",))
+    return fs.make_plan(model, mesh, [(".*", fs.fsdp("data"))], batch=fs.P("data")), model
+
+
+def given(opt: Any) -> None:
+    made, model = plan()
+    fs.make_train_step(lambda params, batch: model.apply(params, batch).square().mean(), opt, made)
+
+
+@pytest.mark.parametrize("around", [lambda opt: opt, lambda opt: fs.optim.partition([("weight", opt), (".*", opt)])])
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        (Lars, "the optimizer Lars depends on how a leaf is cut"),
+        (Centralized, "the optimizer Centralized depends on how a leaf is cut"),
+        (Counts, "the optimizer Counts depends on how a leaf is cut"),
+        (Returns, "update of the optimizer Returns returned list: it must write the new values in place"),
+        (InitTakesMore, r"the optimizer InitTakesMore failed on a vector.*write init\(self, param\)"),
+    ],
+)
+def test_rules_that_slices_would_change_are_refused(kind: Any, words: str, around: Any) -> None:
+    with pytest.raises(fs.errors.PlanError, match=words):
+        given(around(kind()))
+
+
+def test_a_rule_that_changes_nothing_is_told() -> None:
+    with pytest.warns(UserWarning, match="changes no parameter in 3 updates: its update must write in place"):
+        given(NotInPlace())
+
+
+def test_elementwise_rules_run() -> None:
+    made, model = plan()
+    before = torch.get_rng_state()
+    fs.init_state(made, Plain(), params=model.params)
+    assert torch.equal(before, torch.get_rng_state())
+
+
+def test_a_rule_of_rate_zero_is_not_blamed() -> None:
+    opt = NotInPlace()
+    opt.lr = 0.0
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        given(opt)
