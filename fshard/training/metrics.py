@@ -59,9 +59,7 @@ class Metrics:
 
     def __getitem__(self, name: str) -> Any:
         """Refuse, with the way to what was meant."""
-        raise TypeError(
-            f"metrics are read by attribute, such as metrics.loss, or metrics.scalars()[{name!r}] as a number"
-        )
+        raise TypeError(f"metrics are read as metrics.loss, or metrics.scalars()[{name!r}] as a number")
 
     def rate(self, elements: float | None = None) -> float | None:
         """Elements of the global batch, such as tokens, a second of this step; None where their number is not known.
