@@ -51,6 +51,9 @@ def __getattr__(name: str) -> Any:
 Tree = Any
 """A pytree. ``Tree`` says that a value may be nested; Python has no better name for it."""
 
+WATCHED = "_fshard_watched"
+"""The attribute of shards that holds what calls a function which a user maps over them."""
+
 
 def paths(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     """The ``(path, leaf)`` pairs of a parameter tree, in insertion order.
@@ -212,9 +215,6 @@ def unflatten(spec: Spec, leaves: Sequence[Any]) -> Tree:
 def leaves(tree: Tree) -> list[Any]:
     """The leaves of any pytree, including ``None``; those of a dict by sorted keys, unlike in ``paths``.
 
-    Args:
-        tree: a pytree.
-
     >>> leaves({"y": None, "x": [1, 2]})
     [1, 2, None]
     """
@@ -227,14 +227,26 @@ def leaves(tree: Tree) -> list[Any]:
 def map(fn: Callable[..., Any], tree: Tree, *rest: Tree) -> Tree:
     """The pytree of ``fn(leaf, *leaves of rest)``; ``None`` counts as a leaf.
 
+    On shards, such as ``state.params``, ``fn`` is elementwise: it gets this rank's part of a leaf.
+
     Args:
         fn: a function of a leaf, and of one leaf of each of ``rest``.
         tree: a pytree.
         *rest: pytrees of the same structure.
 
+    Raises:
+        TreeError: ``fn`` is no function, or what it makes of shards is not elementwise.
+
     >>> map(lambda x: x + 1, {"a": 1, "b": (2, 3)})
     {'a': 2, 'b': (3, 4)}
     """
+    call = functools.partial(mapped, fn, tree, *rest)
+    watch = next((found for x in leaves((tree, *rest)) if callable(found := getattr(x, WATCHED, None))), None)
+    return call() if watch is None else watch(call)
+
+
+def mapped(fn: Callable[..., Any], tree: Tree, *rest: Tree) -> Tree:
+    """As ``map``, for functions that may do more with shards than users' may."""
     if not callable(fn):
         raise TreeError(f"fs.tree.map(fn, tree): fn is {kind(fn)}: give a function of a leaf first, then the tree")
     flat, spec = flatten(tree)
@@ -283,11 +295,7 @@ def spread(prefix: Tree, tree: Tree) -> list[Any]:
 
 
 def names(tree: Tree, root: str) -> list[str]:
-    """The expression that names each leaf of a tree.
-
-    Args:
-        tree: a pytree.
-        root: the expression that stands for the whole tree.
+    """The expression that names each leaf of a tree, where ``root`` stands for all of it.
 
     >>> names((1, {"x": 2}), "args")
     ['args[0]', "args[1]['x']"]

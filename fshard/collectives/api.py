@@ -37,7 +37,7 @@ def psum(x: Tree, axis: AxisName, *, mesh: Mesh | None = None) -> Tree:
     tensor([1., 1.])
     """
     group = resolve(axis, mesh)
-    return tree.map(lambda leaf: _sum(leaf, group, "psum"), x)
+    return tree.mapped(lambda leaf: _sum(leaf, group, "psum"), x)
 
 
 @untraced
@@ -65,7 +65,7 @@ def pmean(x: Tree, axis: AxisName, *, mesh: Mesh | None = None) -> Tree:
             raise CollectiveError(f"pmean of a tensor of {leaf.dtype}: cast it to a floating-point dtype, or use psum")
         return _sum(leaf, group, "pmean") / group.size
 
-    return tree.map(mean, x)
+    return tree.mapped(mean, x)
 
 
 @untraced
@@ -97,7 +97,7 @@ def pmax(x: Tree, axis: AxisName, *, mesh: Mesh | None = None) -> Tree:
             raise CollectiveError("pmax of complex numbers: they have no order; take their real part or absolute value")
         return linear.apply(leaf, linear.Max(group))
 
-    return tree.map(largest, x)
+    return tree.mapped(largest, x)
 
 
 @untraced
@@ -128,7 +128,7 @@ def pvary(x: Tree, axis: AxisName, *, mesh: Mesh | None = None) -> Tree:
     group = resolve(axis, mesh)
     if group.implicit:
         return x
-    return tree.map(lambda leaf: linear.apply(leaf, linear.Vary(group)) if isinstance(leaf, Tensor) else leaf, x)
+    return tree.mapped(lambda leaf: linear.apply(leaf, linear.Vary(group)) if isinstance(leaf, Tensor) else leaf, x)
 
 
 @untraced
@@ -335,4 +335,4 @@ def _sum(leaf: Any, group: Ranks, what: str) -> Any:
 
 
 def _map(what: str, x: Tree, fn: Callable[[Tensor], Tensor]) -> Tree:
-    return tree.map(lambda leaf: fn(build.tensor(leaf, what)), x)
+    return tree.mapped(lambda leaf: fn(build.tensor(leaf, what)), x)

@@ -117,7 +117,7 @@ class Loader:
         loader = DataLoader(self.dataset, batch_sampler=_Rows(self, self.position), **self.options)
         for batch in loader:
             if self.order.partial == "keep" and not self.rows(self.position):
-                batch = tree.map(lambda x: x[:0] if isinstance(x, Tensor) else x, batch)
+                batch = tree.mapped(lambda x: x[:0] if isinstance(x, Tensor) else x, batch)
             self.position += 1
             yield batch if self._rest is None else local_part(batch, self._rest, self.plan.mesh)
 

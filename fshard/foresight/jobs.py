@@ -91,7 +91,7 @@ class Job:
         """The step of a plan, and a rank's batch. It is for the CPU, where batches and buffers of modules are."""
         opt = self.optimizer or adamw(1e-3)
         given = {"accumulate": self.accumulate, "remat": self.remat, **options}
-        return make_train_step(self.loss, opt, on_device(plan, "cpu"), **given), tree.map(_real, self.batch)
+        return make_train_step(self.loss, opt, on_device(plan, "cpu"), **given), tree.mapped(_real, self.batch)
 
     def in_format(self, name: str, mesh: Mesh) -> Plan:
         """Where the leaves are, with gathers and reductions in a format.
@@ -145,7 +145,7 @@ def job_of(where: str, made: Any) -> "Job | tuple[TrainStep, Any]":
     if isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], TrainStep):
         mesh = made[0].plan.mesh
         device = mesh.device.type if mesh.device_here else "cpu"
-        return made[0], tree.map(functools.partial(_real, device=device), made[1])
+        return made[0], tree.mapped(functools.partial(_real, device=device), made[1])
     if isinstance(made, Mapping):
         return _job(where, made)
     raise PlanError(

@@ -25,7 +25,7 @@ from fshard.interchange.export import on_one_replica
 from fshard.interchange.export_plan import ROLE, compare_arguments, pieces_of_ranks
 from fshard.interchange.metadata import FILE, Chunk, Contents, FileRange
 from fshard.interchange.optimizer_state import STEP, left_out
-from fshard.interchange.rename import RenameLike, apply_rules
+from fshard.interchange.rename import RenameLike, apply_rules, written_name
 from fshard.interchange.state_dicts import counts, param_groups
 from fshard.interchange.torch_formats import dump_metadata
 from fshard.optim.base import Optimizer
@@ -189,7 +189,7 @@ def _renamed(plan: Plan, rename: Sequence[RenameLike]) -> dict[str, str]:
     if turned:
         remedy = "A job that was written so keeps its own layout; save_hf transposes."
         raise TreeError(lines("save_dcp cannot transpose leaves, which it writes as they are:", turned, remedy))
-    return {old: new for new, (old, _) in names.items()}
+    return {old: written_name(new, names) if new == old else new for new, (old, _) in names.items()}
 
 
 def _values(

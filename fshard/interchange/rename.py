@@ -74,6 +74,16 @@ def plain_name(name: str) -> str:
     return ".".join(parts[1:] if parts[0] == "module" else parts)
 
 
+def written_name(name: str, known: Collection[str]) -> str:
+    """The name under which PyTorch writes a leaf, without wrappers; its own name if that is another leaf's.
+
+    >>> written_name("blocks.0._checkpoint_wrapped_module.weight", ())
+    'blocks.0.weight'
+    """
+    plain = ".".join(part for part in name.split(".") if part not in WRAPPERS)
+    return name if plain in known else plain
+
+
 def unwrapped(names: Mapping[str, T], known: Collection[str]) -> dict[str, T]:
     """Names of a source, where one is not known but for wrappers, by the known one that it means."""
     meant = {plain_name(name): name for name in known}

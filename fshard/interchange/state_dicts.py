@@ -12,7 +12,7 @@ from fshard.errors import PlanError, TreeError, lines
 from fshard.interchange.export import export, export_entries, stream
 from fshard.interchange.export_plan import plan_export
 from fshard.interchange.optimizer_state import STEP, left_out, load_with_optimizer
-from fshard.interchange.rename import RenameLike
+from fshard.interchange.rename import RenameLike, written_name
 from fshard.interchange.source import MemorySource
 from fshard.optim import adamw, chain, ema, every, from_torch, partition, rate, sgd
 from fshard.optim.base import Optimizer
@@ -64,12 +64,11 @@ def to_state_dict(
     out = dict(export(state, plan, to=to, axes=axes, rename=rename))
     if out:
         out |= {name: leaf.detach().clone() for name, leaf in tree.paths(buffers or {})}
-    if nested:
-        return tree.nest(out)
     plan = state.plan if isinstance(state, TrainState) else plan
-    for path, leaf in plan.leaves.items() if plan is not None and not rename else ():
+    for path, leaf in plan.leaves.items() if plan is not None and not rename and not nested else ():
         out |= {alias: out[path] for alias in leaf.aliases if path in out}
-    return out
+    out = out if rename else {written_name(name, out): tensor for name, tensor in out.items()}
+    return tree.nest(out) if nested else out
 
 
 @called_on_each_rank
@@ -177,7 +176,10 @@ def to_optim_state_dict(
         buffer, path = split_name(name, plan.leaves)
         if path in rows:
             rows[path][buffer] = tensor
-    return {"state": rows, "param_groups": groups} if keys == "name" else _by_number(rows, groups)
+    if keys == "index":
+        return _by_number(rows, groups)
+    groups = [{**group, "params": [written_name(path, rows) for path in group["params"]]} for group in groups]
+    return {"state": {written_name(path, rows): row for path, row in rows.items()}, "param_groups": groups}
 
 
 def _buffers(state: TrainState, to: int | None, axes: Axes | Literal["all"]) -> dict[str, Tensor]:

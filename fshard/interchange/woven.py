@@ -140,7 +140,7 @@ def _computed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         raise NotImplementedError(f"{func} writes to its arguments")
 
     def run(given: Callable[[Woven], Tensor]) -> Any:
-        held, named = tree.map(lambda x: given(x) if isinstance(x, Woven) else x, (args, kwargs))
+        held, named = tree.mapped(lambda x: given(x) if isinstance(x, Woven) else x, (args, kwargs))
         return func(*held, **named)
 
     found = run(lambda x: torch.empty(x.shape, dtype=x.dtype, device="meta"))

@@ -61,7 +61,7 @@ def _cast(values: Any, dtype: torch.dtype | None) -> Any:
         floating = isinstance(x, Tensor) and x.is_floating_point() and not hasattr(x, "_fshard_slot")
         return x.to(dtype) if floating else x
 
-    return tree.map(one, values)
+    return tree.mapped(one, values)
 
 
 def note_dtypes(error: Exception, unit: str, inputs: Sequence[Tensor], leaves: Sequence[Tensor]) -> None:

@@ -208,7 +208,7 @@ class Composition(Unwatched, ABC):
                 return leaf
             return Number("mean", number, next(means), widened([leaf.total.dtype])).tensor(self)
 
-        return tree.map(named, aux)
+        return tree.mapped(named, aux)
 
     # -- what parts read ----------------------------------------------------------------------------------------------
 
@@ -295,7 +295,7 @@ class Composition(Unwatched, ABC):
         else:
             flat = known_flat(params)
         if not isinstance(flat, RunningFlat) or flat.running is not self or not same_leaves(flat.form, plan):
-            made = flat_of(tree.map(current, params), form_of(plan), "params")
+            made = flat_of(tree.mapped(current, params), form_of(plan), "params")
             flat = Made(self, made.form, made.chunks)
         return flat
 

@@ -324,7 +324,7 @@ class StepRunner:
         numbers = Numbers(replay, result, verdict.rules)
         numbers.check(mesh_communicator(self.plan.mesh))
         made = [self._memory(replay, final, given.states, numbers, result.copied) for final in result.finals]
-        metrics = tree.map(numbers.named, with_floats(result.metrics, attempt.floats))
+        metrics = tree.mapped(numbers.named, with_floats(result.metrics, attempt.floats))
         for final, memory in zip(result.finals, made, strict=True) if self.donate else ():
             given.states[final.memory.origin].memory.donate(memory)
         finals, memories = iter(result.finals), iter(made)

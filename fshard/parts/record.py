@@ -209,8 +209,8 @@ class Recording(Composition):
             return torch.float32, result
         loss = read_loss(result)
         with self.mode:
-            aux = as_means(tree.map(detached, loss.aux)) if loss.aux else {}
-            return loss.total.dtype, tree.map(lambda x: _stacked(x, spec.accumulate), aux)
+            aux = as_means(tree.mapped(detached, loss.aux)) if loss.aux else {}
+            return loss.total.dtype, tree.mapped(lambda x: _stacked(x, spec.accumulate), aux)
 
     def bank(self, form: Form, number: int) -> Bank:
         """Fake gradients."""

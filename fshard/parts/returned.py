@@ -53,7 +53,7 @@ class Returned(NamedTuple):
 
 def returned_values(metrics: Any) -> Returned:
     """The plain values of what a step function returned beside its states."""
-    return Returned(plain_values([tree.map(_opened, metrics)], "metrics"), [])
+    return Returned(plain_values([tree.mapped(_opened, metrics)], "metrics"), [])
 
 
 class _Known:
@@ -108,7 +108,7 @@ def with_floats(metrics: Any, floats: Sequence[float]) -> Any:
             return scalar(total / count if count else total * math.inf, widened([leaf.total.dtype]))
         return like_float(leaf, next(found)) if is_float(leaf) and number_of(leaf) is None else leaf
 
-    return tree.map(one, metrics)
+    return tree.mapped(one, metrics)
 
 
 def exchanged(control: Communicator, metrics: Any) -> Any:
@@ -141,4 +141,4 @@ def lasting(metrics: Any) -> Any:
             copies |= zip(map(id, flat.leaves), copied.leaves, strict=True)
     copies |= {id(leaf): leaf.current().clone() for leaf in shards if id(leaf) not in copies}
     mark_own(copies.values())
-    return tree.map(lambda leaf: copies.get(id(leaf), leaf), metrics)
+    return tree.mapped(lambda leaf: copies.get(id(leaf), leaf), metrics)

@@ -102,7 +102,7 @@ class Later(Tensor):
         if func in METADATA or func in PLACE:
             with DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
-        args, kwargs = tree.map(current, (args, kwargs or {}))
+        args, kwargs = tree.mapped(current, (args, kwargs or {}))
         return func(*args, **kwargs)
 
     @classmethod
@@ -110,7 +110,7 @@ class Later(Tensor):
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         """Run the operation on values, where a transform of ``torch.func`` has wrapped the tensor."""
-        args, kwargs = tree.map(current, (args, kwargs or {}))
+        args, kwargs = tree.mapped(current, (args, kwargs or {}))
         return func(*args, **kwargs)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]

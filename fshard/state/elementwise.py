@@ -1,8 +1,8 @@
 """A guard of arithmetic on shards: what is not elementwise would depend on how leaves are cut, and is refused.
 
-It runs where a step function is traced, on fake tensors, so that a step itself pays nothing. Operators are allowed by
-PyTorch's tag ``pointwise`` and by the lists below. The guard follows what is made of shards: their elements lie where
-those of the shard do.
+It runs where a step function is traced, on fake tensors, so that a step itself pays nothing. Outside of steps it looks
+at ``fs.tree.map``. Operators are allowed by PyTorch's tag ``pointwise`` and by the lists below. The guard follows what
+is made of shards: their elements lie where those of the shard do.
 """
 
 import sys
@@ -16,8 +16,9 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from fshard import tree
 from fshard.errors import TreeError
+from fshard.sharding.layout import Group
 from fshard.sharding.plan import Plan
-from fshard.state.cuts import LeafCut, cut_of
+from fshard.state.cuts import LeafCut, cut_of, group_cut
 from fshard.torch_internals import OpOverload, TorchDispatchMode, dispatch_mode_stack
 
 ALIKE = frozenset(
@@ -31,7 +32,9 @@ ALIKE = frozenset(
 DIFFERENT = frozenset("equal.default max.default min.default where.default rrelu.default rrelu_.default".split())
 """Operators with the tag, or with a name above, that reduce, search or draw."""
 
-QUESTIONS = frozenset("sym_size sym_stride sym_numel sym_storage_offset device is_contiguous size stride numel".split())
+QUESTIONS = frozenset(
+    "sym_size sym_stride sym_numel sym_storage_offset device is_contiguous size stride numel is_same_size".split()
+)
 """Operators that ask for no values."""
 
 FILLED = frozenset(
@@ -109,6 +112,11 @@ class ShardArithmetic(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self._refuse(_not_elementwise(func, cut))
             self._cuts[x] = cut
         return result
+
+    def known(self, x: Tensor) -> LeafCut | None:
+        """The cut of a tensor that was made of shards."""
+        found: LeafCut | None = self._cuts.get(x)
+        return found
 
     def _cut(self, x: Tensor) -> LeafCut | None:
         found: LeafCut | None = self._cuts.get(x)
@@ -191,6 +199,62 @@ def unguarded() -> Iterator[None]:
             guard.off -= 1
 
 
+def watched(call: Callable[[], Any]) -> Any:
+    """Call a user's arithmetic on shards, outside of steps, whose trace has a guard of its own.
+
+    Raises:
+        TreeError: it makes numbers or tensors of shards that depend on the number of ranks.
+    """
+    if guards():
+        return call()
+    guard = ShardArithmetic(cut_of_shard)
+    try:
+        with guard:
+            made = call()
+    except Exception:
+        guard.check()  # a part without elements has no largest one
+        raise
+    found = tree.leaves(made)
+    if any(isinstance(x, (Tensor, float, complex)) for x in found):  # and not printed, or a shape
+        guard.check()
+    for x in found:
+        if isinstance(x, Tensor) and (cut := guard.known(x)) is not None:
+            setattr(x, tree.WATCHED, ShardMark(cut))
+    return made
+
+
+class ShardMark:
+    """The attribute of a shard by which ``fs.tree.map`` watches what is made of it. Copies in files have none.
+
+    Args:
+        cut: its cut, or the group whose leaf it is, and its number there.
+    """
+
+    def __init__(self, cut: LeafCut | tuple[Group, int]) -> None:
+        self._cut = cut
+
+    @property
+    def cut(self) -> LeafCut | None:
+        """The cut; None where every rank has all of the leaf."""
+        return group_cut(*self._cut) if isinstance(self._cut, tuple) else self._cut
+
+    def __call__(self, call: Callable[[], Any]) -> Any:
+        """Call what a user maps over trees of shards."""
+        return watched(call)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "ShardMark":
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return torch.Size, ((),)  # what torch.load(weights_only=True) takes, and nothing looks at
+
+
+def cut_of_shard(leaf: Any) -> LeafCut | None:
+    """The cut of a marked tensor; None for others, and where every rank has all of it."""
+    mark = getattr(leaf, tree.WATCHED, None)
+    return mark.cut if isinstance(mark, ShardMark) else None
+
+
 def know_shards(made: Any, plan: Plan) -> None:
     """Tell the guards that a tree which such code has made is one of shards."""
     for guard in guards():
@@ -220,7 +284,7 @@ REMEDY = (
 
 def _not_elementwise(func: OpOverload, cut: LeafCut) -> TreeError:
     return TreeError(
-        f"{_name(func)} of the leaf {cut.path}{_line()} is not elementwise. Code between the parts of a step has this "
+        f"{_name(func)} of the leaf {cut.path}{_line()} is not elementwise. Code outside of loss functions has this "
         f"rank's part of a leaf, so the result would depend on the number of ranks. {REMEDY.format(path=cut.path)}"
     )
 

@@ -21,7 +21,7 @@ from fshard.runtime.memory import memory_space
 from fshard.sharding.layout import Group
 from fshard.sharding.plan import Plan
 from fshard.state.cuts import LeafCut, cut_of
-from fshard.state.elementwise import unguarded
+from fshard.state.elementwise import ShardMark, cut_of_shard, unguarded
 
 _ATTRIBUTE = "_fshard_flat"
 
@@ -143,7 +143,10 @@ class Flat:
     @functools.cached_property
     def leaves(self) -> list[Tensor]:
         """A tensor for each leaf, in the order of the form, each with the mark of this tree."""
-        return self.marked(self.form.views(self._chunks))
+        found, places = self.form.views(self._chunks), self.form.plan.places()
+        for leaf, path in zip(found, self.form.order.paths, strict=True):
+            setattr(leaf, tree.WATCHED, ShardMark(places[path]))
+        return self.marked(found)
 
     def marked(self, leaves: list[Tensor]) -> list[Tensor]:
         """The leaves with the mark of this tree."""
@@ -203,7 +206,7 @@ def path_of(leaf: Any) -> str | None:
 def cut_of_leaf(leaf: Any) -> LeafCut | None:
     """The cut of a leaf of a tree that knows its chunks; None for others, and where every rank has all of it."""
     flat, path = mark_of(leaf), path_of(leaf)
-    return None if flat is None or path is None else cut_of(flat.form.plan, path)
+    return cut_of_shard(leaf) if flat is None or path is None else cut_of(flat.form.plan, path)
 
 
 def known_flat(given: Any) -> Flat | None:

@@ -15,6 +15,7 @@ from fshard.runtime.execution import Pending, Several, Shard, Shards
 from fshard.runtime.memory import BufferLayout, keep, memory_space, values_of
 from fshard.sharding.layout import Group
 from fshard.sharding.plan import Plan
+from fshard.state.elementwise import ShardMark
 
 
 class Donated(Tensor):
@@ -229,15 +230,15 @@ class Memory:
     def clone(self, step: int) -> "Memory":
         """The same values in memory of its own."""
         if self._loose is not None:
-            params, opt = tree.map(_cloned, (self._params, self._opt))
+            params, opt = tree.mapped(_cloned, (self._params, self._opt))
             return Memory.of(self._loose, params, opt)
         return Memory(self.plan, self.applied(step).clone(), None, self.stale)
 
     def with_params(self, step: int, params: Any) -> "Memory":
         """Memory of its own with other parameters and the same optimizer state."""
         flat = self.plan.check_tree(params, whole=False, what="params")
-        opt = tree.map(_cloned, self.opt_state(step))
-        made = Memory.of(self.layout(step), tree.map(_cloned, tree.nest(flat)), opt)
+        opt = tree.mapped(_cloned, self.opt_state(step))
+        made = Memory.of(self.layout(step), tree.mapped(_cloned, tree.nest(flat)), opt)
         if any("update_gather" in group.wires for group in self.plan.groups):
             made = Memory(self.plan, Shards([shard.with_param(shard.param) for shard in made.shards(step)]))
         made.lent = self.lent
@@ -302,6 +303,9 @@ class Memory:
     def _tree(self, view: Callable[[Group, int], Tensor | None]) -> dict[str, Any]:
         places = self.plan.places()
         flat = {path: view(*places[path]) for path in self.plan.leaves}
+        for path, leaf in flat.items():
+            if leaf is not None and leaf.shape == places[path][0].local_shape(places[path][1], self.plan.mesh):
+                setattr(leaf, tree.WATCHED, ShardMark(places[path]))
         return tree.nest({path: leaf for path, leaf in flat.items() if leaf is not None})
 
 

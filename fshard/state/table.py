@@ -36,7 +36,7 @@ def state_html(plan: Plan, title: str, shards: Sequence[Shard] | None) -> str:
 
 def arrays(params: Any) -> Any:
     """A tree of tensors as arrays of numpy: treescope 0.1 asks tensors for names, which PyTorch 2.13 has no more."""
-    return tree.map(_array, params)
+    return tree.mapped(_array, params)
 
 
 def _array(leaf: Any) -> Any:

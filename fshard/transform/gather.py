@@ -109,7 +109,7 @@ class Lazy(Tensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Replace lazy leaves by gathered ones."""
-        args, kwargs = tree.map(_gathered, (args, kwargs or {}))
+        args, kwargs = tree.mapped(_gathered, (args, kwargs or {}))
         return func(*args, **kwargs)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
@@ -197,7 +197,7 @@ class Resharding:
                 return unit.fn(tree.unflatten(spec, filled), *args, **kwargs)
 
         pieces = {number: [self.flat[leaf.path] for leaf in group.leaves] for number, group in groups.items()}
-        args, kwargs = tree.map(_gathered, (args, kwargs))
+        args, kwargs = tree.mapped(_gathered, (args, kwargs))
         self.handshake(", ".join(group.name for group in groups.values()))
         body.__name__ = f"unit {unit.name or getattr(unit.fn, '__name__', '')}"  # for errors
         return remat(body)(pieces, given, args, kwargs)

@@ -137,7 +137,7 @@ class ShardedLoss:
             for row, part in zip(table.unbind(0), parts, strict=True)
         ]
         found = iter(means[1:])
-        return means[0], tree.map(lambda leaf: next(found) if isinstance(leaf, Mean) else leaf, loss.aux)
+        return means[0], tree.mapped(lambda leaf: next(found) if isinstance(leaf, Mean) else leaf, loss.aux)
 
     def _check_replicas(self, flat: dict[str, Tensor]) -> None:
         """Refuse replicas of a leaf that differ."""
@@ -158,7 +158,7 @@ class ShardedLoss:
         rows = ranks.rows([OK, digest(leading_dims(batch))])
         if data.size == 1 or any(row != rows[0] for row in rows):
             return
-        same = tree.map(lambda x: apply(x.detach(), Spread(data)) if isinstance(x, Tensor) else x, batch)
+        same = tree.mapped(lambda x: apply(x.detach(), Spread(data)) if isinstance(x, Tensor) else x, batch)
         with torch.no_grad():
             detached = {path: leaf.detach() for path, leaf in flat.items()}
             with bind(self.plan.mesh, self.plan.data_axes):

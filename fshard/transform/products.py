@@ -229,7 +229,7 @@ _NO_FORWARD = (NO_FORWARD, "forward AD", "forward mode AD", "ZeroTensors are imm
 def _pushed(f: Callable[[Flat], Any], at: Flat, direction: Flat) -> tuple[Any, Any]:
     """A function's value and its derivative in a direction, by reverse derivatives."""
     out, pull = vjp(f, at)[:2]
-    return out, vjp(lambda cotangents: pull(cotangents)[0], tree.map(torch.zeros_like, out))[1](direction)[0]
+    return out, vjp(lambda cotangents: pull(cotangents)[0], tree.mapped(torch.zeros_like, out))[1](direction)[0]
 
 
 def _split(plan: Plan, params: Any, v: Any) -> tuple[Flat, Flat, Flat]:

@@ -115,7 +115,7 @@ def clipped_grad(
         dtype = functools.reduce(torch.promote_types, [leaf.dtype for leaf in whole.values()], torch.float32)
         norms = []
         for start in range(0, rows, microbatch or rows):
-            part = tree.map(lambda x, a=start: x[a : a + (microbatch or rows)] if _has_rows(x) else x, batch)
+            part = tree.mapped(lambda x, a=start: x[a : a + (microbatch or rows)] if _has_rows(x) else x, batch)
             grads = _each(loss_fn, {**fixed, **whole}, list(trained), part)
             squares = [g.reshape(len(g), -1).to(dtype).square().sum(1) for g in grads.values()]
             norms.append(torch.stack(squares).sum(0).sqrt())

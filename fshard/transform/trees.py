@@ -279,7 +279,7 @@ def stack(trees: Sequence[Any]) -> Any:
         raise TreeError(
             f"fs.tree.stack(trees) takes a list of trees of one structure, and was given {kind(trees)} of no trees"
         )
-    return tree.map(lambda *leaves: torch.stack(leaves), *trees)
+    return tree.mapped(lambda *leaves: torch.stack(leaves), *trees)
 
 
 def split_trainable(plan: Plan, params: Any) -> tuple[dict[str, Tensor], dict[str, Tensor]]:

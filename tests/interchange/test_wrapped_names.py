@@ -36,3 +36,17 @@ def test_a_name_that_is_there_is_not_taken_twice() -> None:
     given["module.0.weight"] = given["0.weight"]
     with pytest.raises(TreeError, match=r"unexpected  module.0.weight"):
         fs.io.from_state_dict(given, planned(net()))
+
+
+def test_names_are_written_as_pytorch_writes_them() -> None:
+    module = net()
+    module[1] = checkpoint_wrapper(module[1])
+    plan, opt = planned(module), fs.optim.adamw(1e-3)
+    state = fs.init_state(plan, opt, params=fs.split(module).params)
+    written = fs.io.to_state_dict(state)
+    assert list(written) == list(module.state_dict())
+    module.load_state_dict(written)
+    optim = fs.io.to_optim_state_dict(state, opt)
+    assert list(optim["state"]) == optim["param_groups"][0]["params"] == list(written)
+    again = fs.io.from_state_dict(written, plan, opt, optim)
+    assert again.opt_state["exp_avg"]["1"] and torch.equal(again.params["0"]["weight"], state.params["0"]["weight"])

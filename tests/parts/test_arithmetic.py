@@ -1,5 +1,7 @@
 """Arithmetic on shards is elementwise and equal on every mesh, or refused where a step is traced."""
 
+import copy
+import io
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -91,6 +93,34 @@ def test_what_depends_on_the_mesh_is_refused(name: str, size: int) -> None:
     assert "test_arithmetic.py" in str(error.value)
 
 
+@pytest.mark.parametrize("size", [1, 2])
+def test_outside_of_steps_it_is_refused_too(size: int) -> None:
+    mesh = fs.virtual_mesh((size,), ("data",)) if size > 1 else fs.make_mesh((1,), ("data",))
+    plan = fs.make_plan(PARAMS, mesh, [("b", fs.P()), (".*", fs.fsdp("data"))], batch=fs.P("data"))
+    grad, adam = fs.value_and_grad(loss_fn, plan), fs.optim.adamw(0.1)
+
+    def ranks() -> Any:
+        state = fs.init_state(plan, adam, params=PARAMS)
+        _, grads = grad(state, plan.local_batch(torch.linspace(-1, 1, 64).view(8, 8)))
+        step = fs.make_train_step(loss_fn, adam, plan)
+        state, _ = step(state, plan.local_batch(torch.linspace(-1, 1, 64).view(8, 8)))
+        trees = [state.params, state.opt_state["exp_avg"], grads, map_(torch.neg, state.params), {"v": grads["v"]}]
+        for given in trees:
+            for call, says in WRONG.values():
+                with pytest.raises(TreeError, match=says):
+                    map_(call, {"v": given["v"]})
+            for look in (repr, print, Tensor.tolist, lambda x: x.shape, Tensor.clone, Tensor.numpy):
+                map_(look, given)  # type: ignore[operator]
+        for right in RIGHT.values():
+            right(state.params, map_(torch.clone, grads), plan)
+        file = io.BytesIO()
+        torch.save(copy.deepcopy(state.params), file)  # files know nothing of it
+        file.seek(0)
+        return map_(torch.norm, torch.load(file, weights_only=True))
+
+    assert mesh.run(ranks) if size > 1 else ranks()  # type: ignore[attr-defined]
+
+
 def test_subtrees_that_are_cut_differently_are_refused() -> None:
     nets = {name: {"inp": torch.ones(5, 5), "out": torch.ones(7)} for name in ("student", "teacher")}
     for size in (1, 2):
@@ -103,8 +133,15 @@ def test_subtrees_that_are_cut_differently_are_refused() -> None:
                 return state.replace(params={**params, "teacher": mix(params["teacher"], params["student"])}), 0.0
 
             step = fs.make_step(fn, plan)
-            with pytest.raises(TreeError, match=r"leaves teacher\.\w+ and student\.\w+.*cut at different elements"):
-                step(fs.init_state(plan, OPT, params=nets), torch.zeros(4))
+            state, says = (
+                fs.init_state(plan, OPT, params=nets),
+                r"teacher\.\w+ and student\.\w+.*cut at different elements",
+            )
+            with pytest.raises(TreeError, match=says):
+                step(state, torch.zeros(4))
+            outside: Any = getattr(mesh, "run", lambda call: call())
+            with pytest.raises(TreeError, match=says):
+                outside(lambda mix=mix, state=state: mix(state.params["teacher"], state.params["student"]))
 
 
 def test_models_of_their_own_units_are_cut_alike() -> None:

@@ -117,7 +117,9 @@ def test_a_state_may_hold_any_leaves_until_it_is_used() -> None:
     wide = tree.map(lambda leaf: leaf.double() if isinstance(leaf, Tensor) else leaf, state)
     with pytest.raises(TreeError, match=r"leaf first.* is \[54\] torch.float64, and this rank holds 54 .*float32"):
         step(wide, batch(1, 0, 1))
-    short = tree.map(lambda leaf: leaf[:1] if isinstance(leaf, Tensor) else leaf, state)
+    with pytest.raises(TreeError, match=r"slice of the leaf first.w .*is not elementwise"):
+        tree.map(lambda leaf: leaf[:1] if isinstance(leaf, Tensor) else leaf, state)
+    short = tree.map(lambda leaf: torch.ones(1) if isinstance(leaf, Tensor) else leaf, state)
     with pytest.raises(TreeError, match=r"misshapen  first.w: \[1\]"):
         short.finished()
     assert wide.params["first"]["w"].dtype == torch.float64

@@ -237,7 +237,7 @@ def faked(batch: Any, fake: Callable[[Tensor], Tensor]) -> Any:
         except Exception:  # whatever its class raises
             return x
 
-    return tree.map(one, batch)
+    return tree.mapped(one, batch)
 
 
 def check_kept(batch: Any, before: Sequence[Any]) -> None:

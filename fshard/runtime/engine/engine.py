@@ -236,9 +236,9 @@ class Engine:
             if train and (stopped := self.slots.stopped()):
                 raise stopped_by_program(stopped)
         if not train:
-            return tree.map(self._lasting, result)
+            return tree.mapped(self._lasting, result)
         if isinstance(result, tuple) and len(result) == 2:
-            return result[0], tree.map(self._lasting, result[1])
+            return result[0], tree.mapped(self._lasting, result[1])
         return result
 
     def _lasting(self, leaf: Any) -> Any:
@@ -339,7 +339,7 @@ def _no_step(unit: Unit) -> UnitError:
 def _forbidden(unit: Unit, called: Called, args: tuple[Any, ...], kwargs: dict[str, Any]) -> UnitError:
     # Autograd refused a write before it happened. A second run, on copies, tells what was to be written.
     given = (called.params, args, kwargs)
-    copies = tree.map(lambda x: x.detach().clone() if isinstance(x, Tensor) else x, given)
+    copies = tree.mapped(lambda x: x.detach().clone() if isinstance(x, Tensor) else x, given)
     watched = [x for x in tree.leaves(copies[1:]) if isinstance(x, Tensor)] + tree.leaves(copies[0])
     versions = [x._version for x in watched]
     with torch.no_grad():

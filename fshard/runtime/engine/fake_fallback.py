@@ -74,14 +74,14 @@ class FakeFallback(TorchDispatchMode):
             found = _on_zeros(func, args, kwargs or {})
             if found is None:
                 raise
-            return tree.map(lambda x: self.mode.from_tensor(x) if isinstance(x, Tensor) else x, found[0])
+            return tree.mapped(lambda x: self.mode.from_tensor(x) if isinstance(x, Tensor) else x, found[0])
 
 
 def _on_zeros(func: Any, args: Any, kwargs: Any) -> tuple[Any] | None:
     """What the kernel returns for zeros; None if it raises."""
     with unset_fake_temporarily():
         try:
-            return (func(*tree.map(_zeros, args), **tree.map(_zeros, kwargs)),)
+            return (func(*tree.mapped(_zeros, args), **tree.mapped(_zeros, kwargs)),)
         except RuntimeError:
             return None
 

@@ -149,7 +149,7 @@ def fingerprint(aux: Any) -> tuple[int, int]:
 
 def as_means(result: Any) -> Any:
     """What a part of a step function returned, in which 0-dim floating leaves are means over ranks, too."""
-    return tree.map(lambda x: Mean(x, 1.0) if is_scalar(x) and not is_own(x) else x, result)
+    return tree.mapped(lambda x: Mean(x, 1.0) if is_scalar(x) and not is_own(x) else x, result)
 
 
 def check_means(result: Any) -> None:

@@ -25,7 +25,7 @@ def stop_gradient(values: Any) -> Any:
     >>> stop_gradient({"w": w})["w"].requires_grad
     False
     """
-    return tree.map(_stopped, values)
+    return tree.mapped(_stopped, values)
 
 
 def _stopped(leaf: Any) -> Any:

@@ -103,7 +103,7 @@ class Passes:
                         with opened():
                             engine.differentiate(loss.total, seed)
                         losses.append((loss.total.detach(), 1.0 if loss.count is None else loss.count))
-                        found.append(tree.map(detached, loss.aux) if loss.aux else loss.aux)
+                        found.append(tree.mapped(detached, loss.aux) if loss.aux else loss.aux)
                     else:
                         with torch.no_grad(), watch(), opened():
                             found.append(self._called(engine, part))
