@@ -72,6 +72,7 @@ class Case:
         real: whether it runs on real processes.
         options: of the parts.
         policy: of the schedule.
+        stop: the call, the op before which it ends in an error first, and the rank; None for no such call.
     """
 
     number: int
@@ -87,6 +88,7 @@ class Case:
     debug: bool
     options: tuple[tuple[str, Any], ...]
     policy: tuple[tuple[str, Any], ...]
+    stop: tuple[int, int, int] | None = None
 
     @property
     def ranks(self) -> int:
@@ -294,8 +296,18 @@ def draw(seed: int, number: int, real: float = 0.0) -> Case:
         number, sizes, names, tuple(die.choice(["mixed", "flat", "spread"]) for _ in range(states)),
         *flagged(random.Random(f"flags {seed} {number}"), programs, states), die.choice(["sgd", "adamw"]), how,
         die.random() < real, how != "eager" and die.random() < 0.7, die.random() < 0.3,
-        tuple(options.items()), tuple(policy.items()),
+        tuple(options.items()), tuple(policy.items()), stopped(random.Random(f"stops {seed} {number}"), sizes, how),
     )  # fmt: skip
+
+
+def stopped(die: random.Random, sizes: tuple[int, ...], how: str) -> tuple[int, int, int] | None:
+    """Where a step function ends in an error, after which the call is made again."""
+    ranks = sizes[0] * (sizes[1] if len(sizes) > 1 else 1)
+    return (
+        (die.randrange(STEPS), die.randint(0, 12), die.randrange(ranks))
+        if how != "eager" and die.random() < 0.4
+        else None
+    )
 
 
 def program(die: random.Random, states: int, many: int) -> Program:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 import fshard as fs
 from fshard import P, tree
+from fshard.errors import PeerError
 from tests.fuzz.run import Verdict
 from tests.fuzz.step_draw import Case, Op, Program
 from tests.parts.plain import RULES, Parts, Plain, PlainState, batch, close, local, whole
@@ -76,12 +77,18 @@ def readable(state: Any) -> Any:
     return fs.settle(state) if outside else state
 
 
-def interpret(does: Program, parts: Sequence[Any], states: Sequence[Any], given: Any) -> Any:
-    """The step function."""
+class Stopped(Exception):  # noqa: N818 - as an interrupt, no error of the step
+    """A step function ends here, once."""
+
+
+def interpret(does: Program, parts: Sequence[Any], states: Sequence[Any], given: Any, stop: int = -1) -> Any:
+    """The step function, which ends before the op of a number."""
     data = {name: given[name] for name in ("x", "y", "w")}
     held = [*states, given["frozen"]]
     plans = [*range(len(states)), len(states) - 1]
-    for op in does.ops:
+    for number, op in enumerate(does.ops):
+        if number == stop:
+            raise Stopped
         made = perform(op, parts, plans, held, data)
         numbers = op.kind in ("evaluate", "norm", "mix", "where")
         plans += [-1 if numbers else plans[op.of[0]], -1][: len(made)]
@@ -97,11 +104,12 @@ def sharded(case: Case) -> tuple[list[dict[str, Tensor]], list[list[float]]]:
         parts = [Parts(plan, opt, case.donate, debug=case.debug, **dict(case.options)) for plan in plans]
         policy["reshard"] = fs.keep(last=1) if policy["reshard"] == "keep" else policy["reshard"]
 
-        flag = [0]
+        flag, stop = [0], [-1]
 
         def fn(states: Any, given: Any) -> Any:
-            states, metrics = interpret(case.programs[flag[0]], parts, states, given)
-            return states, metrics | {"drawn": torch.rand((), dtype=torch.float64)}
+            states, metrics = interpret(case.programs[flag[0]], parts, states, given, stop[0])
+            own = {"drawn": torch.rand((), dtype=torch.float64), "own": given["x"].mean(), "python": 0.1, "whole": 3}
+            return states, metrics | own
 
         options: dict[str, Any] = {"schedule": fs.Policy(**policy), "donate": case.donate, "debug": case.debug}
         made = fs.make_step(asking(fn) if case.how == "asking" else fn, plans[0], **options)
@@ -110,9 +118,19 @@ def sharded(case: Case) -> tuple[list[dict[str, Tensor]], list[list[float]]]:
         frozen, told, drawn = fs.init_state(plans[-1], opt, params=whole(FROZEN)), [], set[float]()
         for number, flag[0] in enumerate(case.flags):
             does = case.programs[flag[0]]
+            if case.stop is not None and case.stop[0] == number and case.stop[1] < len(does.ops):
+                stop[0] = case.stop[1] if mesh.rank == case.stop[2] else -1
+                try:
+                    step(states, {**local(batch(number), plans[0]), "frozen": frozen})
+                    raise AssertionError(f"call {number} did not stop before op {case.stop[1]}")
+                except (Stopped, PeerError):
+                    stop[0] = -1
             states, metrics = step(states, {**local(batch(number), plans[0]), "frozen": frozen})
             told.append([float(metrics[str(n)]) for n in does.told])
             drawn.add(float(metrics["drawn"]))
+            own = float(metrics["own"]), metrics["python"], metrics["whole"]
+            if case.how != "eager" and not (close(own[0], float(batch(number)["x"].mean())) and own[1:] == (0.1, 3)):
+                raise AssertionError(f"call {number} returned {own}")
             if case.how != "eager" and ([s.step for s in states] != [number + 1] * len(states) or len(drawn) <= number):
                 raise AssertionError(f"call {number} is not one step: {states}, and draws {drawn}")
             scheduled = any(op.kind in ("grad", "evaluate") for op in does.ops)
