@@ -50,9 +50,7 @@ def __getattr__(name: str) -> Any:
 
 Tree = Any
 """A pytree. ``Tree`` says that a value may be nested; Python has no better name for it."""
-
-WATCHED = "_fshard_watched"
-"""The attribute of shards that holds what calls a function which a user maps over them."""
+WATCHED = "_fshard_watched"  # the attribute of shards that holds what calls a function which a user maps over them
 
 
 def paths(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -215,6 +213,9 @@ def unflatten(spec: Spec, leaves: Sequence[Any]) -> Tree:
 def leaves(tree: Tree) -> list[Any]:
     """The leaves of any pytree, including ``None``; those of a dict by sorted keys, unlike in ``paths``.
 
+    Args:
+        tree: a pytree.
+
     >>> leaves({"y": None, "x": [1, 2]})
     [1, 2, None]
     """
@@ -227,10 +228,8 @@ def leaves(tree: Tree) -> list[Any]:
 def map(fn: Callable[..., Any], tree: Tree, *rest: Tree) -> Tree:
     """The pytree of ``fn(leaf, *leaves of rest)``; ``None`` counts as a leaf.
 
-    On shards, such as ``state.params``, ``fn`` is elementwise: it gets this rank's part of a leaf.
-
     Args:
-        fn: a function of a leaf, and of one leaf of each of ``rest``.
+        fn: a function of a leaf, and of one leaf of each of ``rest``; elementwise on shards, such as ``state.params``.
         tree: a pytree.
         *rest: pytrees of the same structure.
 
@@ -295,7 +294,11 @@ def spread(prefix: Tree, tree: Tree) -> list[Any]:
 
 
 def names(tree: Tree, root: str) -> list[str]:
-    """The expression that names each leaf of a tree, where ``root`` stands for all of it.
+    """The expression that names each leaf of a tree.
+
+    Args:
+        tree: a pytree.
+        root: the expression that stands for the whole tree.
 
     >>> names((1, {"x": 2}), "args")
     ['args[0]', "args[1]['x']"]

@@ -16,8 +16,8 @@ from fshard.optim.contract import Contract, contract
 LENGTH, CUT, UPDATES = 24, 10, 3
 """The elements of the vector, where it is cut, and how often it is updated."""
 
-CLOSE = 1e-8
-"""How far results may be apart, as a part of how far the vector moved."""
+CLOSE = 1e-5
+"""How far results may be apart, as a part of how far the vector moved: kernels round the ends of slices otherwise."""
 
 REMEDY = (
     "An optimizer is a pure rule of single elements, which works on slices of flat shards. A rule that needs more of a "
@@ -60,6 +60,10 @@ def _try(own: Contract, hyper: Any) -> None:
     drawn = torch.get_rng_state()
     start = torch.linspace(-1.0, 1.0, LENGTH, dtype=torch.float32, device="cpu")
     try:
+        copy.deepcopy(own.opt)
+    except Exception:  # without a copy, a trial would change what the optimizer keeps
+        return
+    try:
         whole, cut = (_updated(own, hyper, start, sizes) for sizes in ([LENGTH], [CUT, LENGTH - CUT]))
     except (TypeError, AttributeError, RuntimeError, KeyError) as error:
         raise PlanError(
@@ -71,7 +75,7 @@ def _try(own: Contract, hyper: Any) -> None:
     torch.set_rng_state(drawn)
     moved = (whole - start).abs().max().item()
     gap = (whole - cut).abs().max().item()
-    if not gap <= CLOSE * max(moved, 1.0) and not draws:
+    if gap > CLOSE * moved and not draws:
         raise PlanError(
             f"the optimizer {name} depends on how a leaf is cut: after {UPDATES} updates of {LENGTH} elements, in one "
             f"slice and in two, they are {gap:.1e} apart, and have moved by {moved:.1e}. {REMEDY}"

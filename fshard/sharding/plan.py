@@ -283,8 +283,7 @@ class Plan:
         if whole:
             all_ranks = "results of mesh.run" if self.mesh.everywhere else what
             return f"These are shards, this rank's parts: give fs.unshard({all_ranks}, plan), whole tensors."
-        where = " in mesh.run(fn)" * bool(self.mesh.everywhere)
-        return f"These are whole tensors: give fs.shard({what}, plan){where}, this rank's parts of them."
+        return f"These are whole tensors: give fs.shard({what}, plan){' in mesh.run(fn)' * self.mesh.everywhere}."
 
     def __repr__(self) -> str:
         return f"<Plan: {len(self.leaves)} leaves in {len(self.groups)} groups on {dict(self.mesh.shape)}>"
