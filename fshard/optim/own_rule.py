@@ -19,6 +19,9 @@ LENGTH, CUT, UPDATES = 24, 10, 3
 CLOSE = 1e-5
 """How far results may be apart, as a part of how far the vector moved: kernels round the ends of slices otherwise."""
 
+SCALING: dict[str, Any] = {"grad_scale": None, "found_inf": None}
+"""What an update is always given."""
+
 REMEDY = (
     "An optimizer is a pure rule of single elements, which works on slices of flat shards. A rule that needs more of a "
     "leaf defines grain(hyper); norms of whole leaves are fs.tree.norms in a step function; a count of updates is step"
@@ -100,7 +103,7 @@ def _updated(own: Contract, hyper: Any, start: Tensor, sizes: list[int]) -> Tens
     for step in range(1, UPDATES + 1):
         grads = (start.square() + 0.5 * step).split(sizes)
         for param, grad, state in zip(params, grads, states, strict=True):
-            result = opt.update([param], [grad.clone()], [state], step=step, hyper=hyper)
+            result = opt.update([param], [grad.clone()], [state], step=step, hyper=hyper, **SCALING)
             if result is not None:
                 raise PlanError(
                     f"update of the optimizer {type(opt).__name__} returned {type(result).__name__}: it must write the "
