@@ -71,7 +71,10 @@ def modes_of_torch() -> dict[str, object]:
         "modes for operators": torch._C._len_torch_dispatch_stack(),
         "grad mode": torch.is_grad_enabled(),
         "default dtype": torch.get_default_dtype(),
-        "a derivative": torch.func.grad(torch.square)(torch.tensor(0.25)).item(),
+        "threads": torch.get_num_threads(),
+        "deterministic algorithms": torch.are_deterministic_algorithms_enabled(),
+        "how tensors are printed": str(torch._tensor_str.PRINT_OPTS),
+        "a derivative": torch.func.grad(torch.square)(torch.tensor(0.25, device="cpu")).item(),
     }
 
 
