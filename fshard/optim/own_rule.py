@@ -97,11 +97,11 @@ def _updated(own: Contract, hyper: Any, start: Tensor, sizes: list[int]) -> Tens
     Raises:
         PlanError: an update returns something.
     """
-    opt = copy.deepcopy(own.opt)  # what it counts on itself begins anew
-    params = [part.clone() for part in start.split(sizes)]
+    opt: Any = copy.deepcopy(own.opt)  # what it counts on itself begins anew
+    params = [part.clone() for part in torch.split(start, sizes)]
     states = [own.init(param, hyper) for param in params]
     for step in range(1, UPDATES + 1):
-        grads = (start.square() + 0.5 * step).split(sizes)
+        grads = torch.split(start.square() + 0.5 * step, sizes)
         for param, grad, state in zip(params, grads, states, strict=True):
             result = opt.update([param], [grad.clone()], [state], step=step, hyper=hyper, **SCALING)
             if result is not None:
