@@ -44,7 +44,8 @@ def setup(
 
     def loss_fn(params: Any, x: Tensor) -> Any:
         each = errors_of(lambda x: model.apply(params, x), x)
-        return (fs.Mean(each.sum(), len(each)) if weighted else each.mean()), {"rows": each.detach().mean()}
+        loss = fs.Mean(each.sum(), len(each)) if weighted else each.mean()
+        return loss, {"rows": fs.Mean(each.detach().sum(), len(each))}
 
     state = fs.init_state(plan, opt, params=tree.nest(dict(module.named_parameters())))
     return state, fs.make_train_step(loss_fn, opt, plan, **options), plan
