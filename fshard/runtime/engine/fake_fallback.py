@@ -34,7 +34,7 @@ VALUES_NEEDED = (
 )
 """What fake tensors raise where a program asks for a value, or calls an operator that knows only real ones."""
 
-FAKE_ONLY = ("tensor subclasses", "FakeTensor", "fake impl", "INTERNAL ASSERT FAILED")
+FAKE_ONLY = ("tensor subclasses", "FakeTensor", "fake impl", "INTERNAL ASSERT FAILED", "data is not allocated yet")
 """What else they say, in errors of no class of their own: at ``.numpy()``, at a data pointer, at custom operators, and
 where PyTorch takes them for real ones (a ``vmap`` of a Hessian, of rows that begin inside of a storage)."""
 
