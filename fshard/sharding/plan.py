@@ -236,8 +236,7 @@ class Plan:
 
     def _with(self, leaves: Mapping[str, Leaf], **more: Any) -> "Plan":
         """This plan with other leaves at the same places."""
-        held = [tuple([leaves[leaf.path] for leaf in group.leaves]) for group in self.groups]
-        groups = [dataclasses.replace(group, leaves=some) for group, some in zip(self.groups, held, strict=True)]
+        groups = [dataclasses.replace(one, leaves=tuple([leaves[x.path] for x in one.leaves])) for one in self.groups]
         return dataclasses.replace(self, leaves=leaves, groups=tuple(groups), source=None, **more)
 
     def check_tree(self, params: Mapping[str, Any], *, whole: bool, what: str = "params") -> dict[str, torch.Tensor]:
@@ -281,9 +280,10 @@ class Plan:
         if {path: tuple(getattr(value, "shape", ())) for path, value in given.items()} != self._shapes(not whole):
             return ""
         if whole:
-            all_ranks = "results of mesh.run" if self.mesh.everywhere else what
-            return f"These are shards, this rank's parts: give fs.unshard({all_ranks}, plan), whole tensors."
-        return f"These are whole tensors: give fs.shard({what}, plan){' in mesh.run(fn)' * self.mesh.everywhere}."
+            what = "results of mesh.run" if self.mesh.everywhere else what
+            return f"These are shards, this rank's parts: give fs.unshard({what}, plan), whole tensors."
+        run = self.mesh.everywhere * " in mesh.run"
+        return f"These are whole tensors: give fs.shard({what}, plan), this rank's parts of them{run}."
 
     def __repr__(self) -> str:
         return f"<Plan: {len(self.leaves)} leaves in {len(self.groups)} groups on {dict(self.mesh.shape)}>"

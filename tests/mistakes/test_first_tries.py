@@ -81,7 +81,7 @@ TRIES: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (lambda: fs.make_train_step(MODEL, OPT, PLAN), PlanError, "loss_fn is Model"),
     (lambda: fs.split(distributed("DistributedDataParallel")), PlanError, ".module of a wrapper"),
     (lambda: fs.split(nn.DataParallel(nn.Linear(2, 2))), PlanError, ".module of a wrapper"),
-    (lambda: fs.func.hvp(loss, PLAN)(MODEL.params, MODEL.params, X), TreeError, "plan) in mesh.run(fn)"),
+    (lambda: fs.func.hvp(loss, PLAN)(MODEL.params, MODEL.params, X), TreeError, "parts of them in mesh.run"),
     (lambda: Metrics(torch.ones(()), torch.ones(()))["loss"], TypeError, "read as metrics.loss"),
     (lambda: fs.split(distributed("FSDPModule", True)), PlanError, "0: FSDPModule"),
     (lambda: fs.make_plan({"a": MODEL, "b": MODEL}, MESH, RULES), PlanError, "fs.tree.map(torch.clone, model.params)"),
