@@ -64,7 +64,7 @@ def pytest_collection_finish() -> None:
 
 
 def modes_of_torch() -> dict[str, object]:
-    """What a test must leave as it found it; later tests of the same process would fail in its place."""
+    """Settings of PyTorch that a test must leave as it found them, lest later tests fail in its place."""
     return {
         "transform of torch.func": torch._C._functorch.peek_interpreter_stack(),
         "modes for functions": torch._C._len_torch_function_stack(),

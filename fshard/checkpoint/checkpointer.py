@@ -15,7 +15,7 @@ from fshard.checkpoint.restore import TakeRules, restore_step
 from fshard.checkpoint.save import Save, check_json, head_of, remove_failed, save_facts, write_and_commit
 from fshard.checkpoint.snapshot import Snapshot
 from fshard.checkpoint.states import States, all_entries, by_name, one_mesh, seen_here, step_of
-from fshard.checkpoint.when import Interval, Kept, check_steps
+from fshard.checkpoint.when import Interval, Retention, check_steps
 from fshard.checkpoint.write import owned
 from fshard.errors import CheckpointError, CheckpointWarning, DamagedError, PlanError
 from fshard.optim.base import Optimizer
@@ -113,7 +113,7 @@ class Checkpointer:
             raise PlanError("Checkpointer(directory=''): give the path of a folder; '.' is the one that you are in")
         check_steps("keep", keep)
         check_steps("keep_every", keep_every)
-        self._interval, self._kept = Interval(every), Kept(keep, keep_every)
+        self._interval, self._retention = Interval(every), Retention(keep, keep_every)
         self.directory = os.path.abspath(os.fspath(directory))
         self.keep, self.every, self.async_ = keep, every, async_
         self.restored: Restored | None = None
@@ -175,7 +175,7 @@ class Checkpointer:
         each_rank_or_raise(comm, lambda: _check(states, user))
         first_path, run = first_rank_or_raise(comm, mesh.rank, lambda: self._begin(states, overwrite))
         try:
-            kept = {"keep": self.keep, "keep_every": self._kept.multiples}
+            kept = {"keep": self.keep, "keep_every": self._retention.multiples}
             options = {**kept, "overwrite": overwrite, "async_": self.async_, "states": list(states)}
             for one in states.values() if mesh.size > 1 else ():
                 compare(comm, save_facts(one, user, options), CheckpointError)
@@ -190,7 +190,7 @@ class Checkpointer:
         for known in (self._run, *(one.past.run for one in states.values())):
             known.ids.add(run)
         if later is None:
-            write_and_commit(comm, self._folder, self._kept, save)
+            write_and_commit(comm, self._folder, self._retention, save)
         else:
             self._start(later, save)
         self._damaged.discard(step_of(states))
@@ -294,7 +294,7 @@ class Checkpointer:
         return states.get("", states)
 
     def due(self, state: States) -> bool:
-        """Whether a checkpoint is due: the step of the state, or the largest of several, is a multiple of ``every``.
+        """Tell whether a checkpoint is due: the state's step, or the largest of several, is a multiple of ``every``.
 
         Where ``every`` is a time, this is collective: rank 0 tells whether it has passed since the last save.
         """
@@ -380,7 +380,7 @@ class Checkpointer:
         def write() -> None:
             try:
                 self._snapshot.finish()
-                write_and_commit(comm, self._folder, self._kept, save)
+                write_and_commit(comm, self._folder, self._retention, save)
             except BaseException as error:  # raised by the next call
                 self._failure = error
                 if not threading.main_thread().is_alive():  # there is none

@@ -20,7 +20,7 @@ from contextlib import suppress
 
 from fshard.checkpoint.manifest import LIMIT, Manifest, parse
 from fshard.checkpoint.problems import empty, foreign
-from fshard.checkpoint.when import Kept
+from fshard.checkpoint.when import Retention
 from fshard.errors import CheckpointError, DamagedError, lines
 from fshard.forks import own
 from fshard.reading.files import file_errors, open_file
@@ -142,9 +142,9 @@ class CheckpointFolder:
             if replaced:
                 self._remove_leftovers(f"{os.path.basename(final)}.")
 
-    def remove_old(self, kept: Kept, step: int) -> None:
+    def remove_old(self, retention: Retention, step: int) -> None:
         """Remove the steps that are not kept, but never the one just written."""
-        old = kept.removable(list_steps(self.root), step)
+        old = retention.removable(list_steps(self.root), step)
         with file_errors("remove old steps from", self.root):
             for path in [_to_trash(step_folder(self.root, s)) for s in old]:
                 remove(path)

@@ -11,7 +11,7 @@ from fshard.checkpoint.folder import CheckpointFolder, discard
 from fshard.checkpoint.manifest import Extent, Manifest, TensorInfo, inconsistent, read_extent, read_file
 from fshard.checkpoint.ranges import Slice
 from fshard.checkpoint.states import all_entries, all_scalars, one_mesh, step_of, whole_entries
-from fshard.checkpoint.when import Kept
+from fshard.checkpoint.when import Retention
 from fshard.checkpoint.write import packed, write_files
 from fshard.data.loader import without_position
 from fshard.errors import CheckpointError, CommError, lines
@@ -48,13 +48,13 @@ def save_facts(state: TrainState, user: Mapping[str, Any], options: Mapping[str,
     return Equal(state.plan, {**own, **options, "tensor": tensors}, always=True, replicas=True).of(state)
 
 
-def write_and_commit(comm: Communicator, folder: CheckpointFolder, kept: Kept, save: Save) -> None:
+def write_and_commit(comm: Communicator, folder: CheckpointFolder, retention: Retention, save: Save) -> None:
     """Write all ranks' files, commit the checkpoint and remove old steps. Collective; a failure removes the files."""
 
     def commit(written: list[dict[str, Any]]) -> None:
         manifest = complete(save.head, written)
         folder.commit(save.path, manifest.step, manifest.dump())
-        folder.remove_old(kept, manifest.step)
+        folder.remove_old(retention, manifest.step)
 
     try:
         written = all_ranks_or_raise(comm, lambda: _write(save))

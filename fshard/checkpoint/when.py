@@ -13,14 +13,14 @@ UNITS = {"s": 1.0, "min": 60.0, "h": 3600.0}
 
 
 @dataclass(frozen=True)
-class Kept:
+class Retention:
     """The steps that stay on disk.
 
     Attributes:
         newest: the number of steps with the largest numbers; None for all.
         multiples: steps whose numbers are multiples of this stay besides; None for none.
 
-    >>> Kept(2, 100).removable([98, 99, 100, 101, 102], 103)
+    >>> Retention(2, 100).removable([98, 99, 100, 101, 102], 103)
     [98, 99, 101]
     """
 
@@ -51,7 +51,7 @@ class Interval:
         self.seconds, self.since = seconds_between(every), time.monotonic()
 
     def over(self) -> bool:
-        """Whether the time has passed."""
+        """Tell whether the time has passed."""
         return self.seconds is not None and time.monotonic() - self.since >= self.seconds
 
     def restart(self) -> None:
@@ -78,7 +78,7 @@ def seconds_between(every: Any) -> float | None:
 
 
 def check_steps(name: str, value: Any, also: str = "") -> None:
-    """Refuse what is no number of steps.
+    """Refuse a value that is not a number of steps.
 
     Raises:
         PlanError: naming the argument.

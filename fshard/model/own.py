@@ -1,4 +1,4 @@
-"""Tensors of which each rank has a value of its own, also where they have no dims: changed buffers, shards."""
+"""Tensors that differ between ranks by right, even without dims: changed buffers, shards."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -16,7 +16,7 @@ def mark_own(leaves: Iterable[Any]) -> None:
 
 
 def is_own(leaf: Tensor) -> bool:
-    """Whether a tensor is marked as each rank's own."""
+    """Tell whether a tensor is marked as each rank's own."""
     return hasattr(leaf, _ATTRIBUTE)
 
 

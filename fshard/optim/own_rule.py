@@ -17,10 +17,10 @@ LENGTH, CUT, UPDATES = 24, 10, 3
 """The elements of the vector, where it is cut, and how often it is updated."""
 
 CLOSE = 1e-5
-"""How far results may be apart, as a part of how far the vector moved: kernels round the ends of slices otherwise."""
+"""The largest gap between results, as a part of the distance moved: kernels round the ends of slices otherwise."""
 
 SCALING: dict[str, Any] = {"grad_scale": None, "found_inf": None}
-"""What an update is always given."""
+"""Arguments that every update is given."""
 
 REMEDY = (
     "An optimizer is a pure rule of single elements, which works on slices of flat shards. A rule that needs more of a "
@@ -28,12 +28,13 @@ REMEDY = (
 )
 
 
-def check_own_rules(made: Contract, hyper: Hashable) -> None:
+def check_own_rules(made: Contract, hyper: Hashable, device: torch.device) -> None:
     """Try each optimizer in ``made`` that another package has written, if it says of itself that it is elementwise.
 
     Args:
         made: the contract of the outermost optimizer.
         hyper: its hyper-parameters of a leaf.
+        device: where shards lie: kernels of its own may run nowhere else.
 
     Raises:
         PlanError: its ``init`` or ``update`` has another signature; an update returns something, or gives other numbers
@@ -43,7 +44,7 @@ def check_own_rules(made: Contract, hyper: Hashable) -> None:
         own = made if opt is made.opt else contract(opt)
         given = hyper if opt is made.opt else opt.hyper("w", (LENGTH,))
         if own.uniform and own.grain(given) == 1 and own.steps is None:
-            _try(own, given)
+            _try(own, given, device)
 
 
 def _foreign(held: Any) -> Iterator[Optimizer]:
@@ -58,24 +59,25 @@ def _foreign(held: Any) -> Iterator[Optimizer]:
             yield held
 
 
-def _try(own: Contract, hyper: Any) -> None:
+def _try(own: Contract, hyper: Any, device: torch.device) -> None:
     name = type(own.opt).__name__
-    drawn = torch.get_rng_state()
-    start = torch.linspace(-1.0, 1.0, LENGTH, dtype=torch.float32, device="cpu")
     try:
-        copy.deepcopy(own.opt)
-    except Exception:  # without a copy, a trial would change what the optimizer keeps
+        copies: list[Any] = [copy.deepcopy(own.opt) for _ in range(2)]  # what one counts on itself stays as it is
+    except Exception:  # a trial without a copy would change it
         return
-    try:
-        whole, cut = (_updated(own, hyper, start, sizes) for sizes in ([LENGTH], [CUT, LENGTH - CUT]))
-    except (TypeError, AttributeError, RuntimeError, KeyError) as error:
-        raise PlanError(
-            f"the optimizer {name} failed on a vector of {LENGTH} elements: {type(error).__name__}: {error}: write "
-            f"init(self, param), and update(self, params, grads, states, *, step, hyper, **more), which writes into "
-            f"lists of slices; with forms(self, hyper), init is init(self, param, hyper)"
-        ) from error
-    draws = not torch.equal(drawn, torch.get_rng_state())
-    torch.set_rng_state(drawn)
+    start = torch.linspace(-1.0, 1.0, LENGTH, dtype=torch.float32, device=device)
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        drawn = _generators(device)
+        try:
+            whole = _updated(copies[0], own, hyper, start, [LENGTH])
+            cut = _updated(copies[1], own, hyper, start, [CUT, LENGTH - CUT])
+        except (TypeError, AttributeError, RuntimeError, KeyError) as error:
+            raise PlanError(
+                f"the optimizer {name} failed on a vector of {LENGTH} elements: {type(error).__name__}: {error}: write "
+                f"init(self, param), and update(self, params, grads, states, *, step, hyper, **more), which writes "
+                f"into lists of slices; with forms(self, hyper), init is init(self, param, hyper)"
+            ) from error
+        draws = _generators(device) != drawn
     moved = (whole - start).abs().max().item()
     gap = (whole - cut).abs().max().item()
     if gap > CLOSE * moved and not draws:
@@ -91,13 +93,18 @@ def _try(own: Contract, hyper: Any) -> None:
         )
 
 
-def _updated(own: Contract, hyper: Any, start: Tensor, sizes: list[int]) -> Tensor:
+def _generators(device: torch.device) -> list[bytes]:
+    """The states of the generators of random numbers that a rule may use."""
+    states = [torch.get_rng_state(), *([torch.cuda.get_rng_state(device)] if device.type == "cuda" else [])]
+    return [bytes(state.tolist()) for state in states]
+
+
+def _updated(opt: Any, own: Contract, hyper: Any, start: Tensor, sizes: list[int]) -> Tensor:
     """The vector after the updates of its slices, one slice at a time.
 
     Raises:
         PlanError: an update returns something.
     """
-    opt: Any = copy.deepcopy(own.opt)  # what it counts on itself begins anew
     params = [part.clone() for part in torch.split(start, sizes)]
     states = [own.init(param, hyper) for param in params]
     for step in range(1, UPDATES + 1):

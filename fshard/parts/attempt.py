@@ -1,4 +1,4 @@
-"""What a step function came to on one rank, before all of them learn of it."""
+"""The outcome of a step function on one rank, before the others learn of it."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -14,7 +14,7 @@ from fshard.runtime.steps.ends import End
 
 
 class Attempt(NamedTuple):
-    """What a step function came to on this rank.
+    """The outcome of a step function on this rank.
 
     Attributes:
         end: how it ended.

@@ -75,7 +75,7 @@ class Numbers:
         return skips
 
     def _finite(self, updated: Updated) -> bool:
-        """Whether the loss is finite whose gradients an update applies."""
+        """Tell whether the loss is finite whose gradients an update applies."""
         return not isinstance(updated.grads, Bank) or math.isfinite(self._loss(updated.grads.number))
 
     def note(self) -> None:

@@ -99,7 +99,7 @@ def joint_floats(
 
 
 def with_floats(metrics: Any, floats: Sequence[float]) -> Any:
-    """What a step function returned, with the mean over ranks of each float and ``fs.Mean``."""
+    """The values that a step function returned, with the mean over ranks of each float and ``fs.Mean``."""
     found = iter(floats)
 
     def one(leaf: Any) -> Any:
@@ -132,7 +132,7 @@ def _row(told: PlainTold) -> list[float]:
 
 
 def lasting(metrics: Any) -> Any:
-    """What a step returns beside its states: numbers are known at its end, and shards are copied, trees as trees."""
+    """The values that a step returns beside its states: numbers known at its end, copies of shards, trees as trees."""
     shards = [leaf for leaf in tree.leaves(metrics) if isinstance(leaf, Later) and number_of(leaf) is None]
     copies: dict[int, Tensor] = {}
     for flat in dict.fromkeys(map(mark_of, shards)):

@@ -59,7 +59,7 @@ def straggler(records: Sequence[Record]) -> str:
 
 
 def _met(record: Record) -> dict[tuple[int, int, str], tuple[float, float]]:
-    """Where a rank met all others: by run, op and its kind, when, and for how many seconds."""
+    """The meetings of a rank with all others, by run, op and kind of op: the time of each, and its seconds."""
     found = {}
     for entry, following in pairwise(record.entries):
         schedule = record.schedules.get(entry.schedule)

@@ -55,8 +55,15 @@ def check_optimizer(plan: Plan, opt: Optimizer) -> Contract:
                 "Change the plan's rules or the optimizer.",
             )
         )
-    check_own_rules(made, next((opt.hyper(leaf.path, leaf.shape) for leaf, _ in grains), None))
+    _check_own_rules(plan, made)
     return made
+
+
+def _check_own_rules(plan: Plan, made: Contract) -> None:
+    mesh = plan.mesh
+    if mesh.device_here and mesh.device.type != "meta":  # a process that only plans updates nothing
+        trained = (leaf for leaf in plan.leaves.values() if leaf.trainable)
+        check_own_rules(made, next((made.hyper(leaf.path, leaf.shape) for leaf in trained), None), mesh.device)
 
 
 def check_late(opt: Optimizer, late: Mapping[str, int]) -> None:

@@ -241,7 +241,7 @@ def unshard(params: Mapping[str, Any], plan: Plan) -> dict[str, Any]:
 
 
 def _of_each_rank(trees: list[Any], plan: Plan) -> dict[str, Any]:
-    """The whole tensors of a tree of which each rank of a virtual mesh has given its part."""
+    """The whole tensors of a tree, from the parts that the ranks of a virtual mesh gave."""
     mesh: Any = plan.mesh
     if len(trees) != mesh.size:
         raise TreeError(

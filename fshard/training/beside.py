@@ -49,7 +49,7 @@ class Extra:
         return {"extra": copy.deepcopy(state)}  # an asynchronous save may write it while the loop goes on
 
     def restore(self, data: Any) -> None:
-        """Take the values of a checkpoint. Where it has none, or nobody takes them, a warning says so."""
+        """Take the values of a checkpoint. A warning says if it has none, or if nobody takes them."""
         known = isinstance(data, dict) and "extra" in data
         if known and self.given is None:
             warnings.warn(

@@ -301,7 +301,7 @@ def draw(seed: int, number: int, real: float = 0.0) -> Case:
 
 
 def stopped(die: random.Random, sizes: tuple[int, ...], how: str) -> tuple[int, int, int] | None:
-    """Where a step function ends in an error, after which the call is made again."""
+    """The places at which a step function ends in an error, after which the call is made again."""
     ranks = sizes[0] * (sizes[1] if len(sizes) > 1 else 1)
     return (
         (die.randrange(STEPS), die.randint(0, 12), die.randrange(ranks))

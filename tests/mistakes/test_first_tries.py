@@ -39,7 +39,7 @@ def state() -> fs.TrainState:
 
 
 def gradients() -> list[Any]:
-    """What ``mesh.run`` returns of gradients: the shards of each rank."""
+    """The gradients that ``mesh.run`` returns: the shards of each rank."""
     own = state()
     return MESH.run(lambda: fs.value_and_grad(loss, PLAN)(own.params, torch.ones(2, 3))[1])
 
@@ -110,7 +110,7 @@ def test_what_is_tried_first_is_told_the_way(number: int) -> None:
 
 
 def test_names_that_are_not_there_are_not_there() -> None:
-    """What looks for an attribute does not find one, so that other libraries take these for what they are."""
+    """Code that looks for an attribute does not find one, so that other libraries take these for what they are."""
     assert not hasattr(MODEL, "state_dict") and not hasattr(state(), "parameters") and not hasattr(A, "item")
     assert copy.deepcopy(MODEL).units == MODEL.units and pickle.loads(pickle.dumps(MODEL)).units == MODEL.units
     assert pickle.loads(pickle.dumps(A)) == A
@@ -168,3 +168,15 @@ def test_arithmetic_on_one_mean() -> None:
     for made, value in ((2 * mean, 4.0), (mean / 4, 0.5), (mean + mean, 4.0), (mean - mean * 3, -4.0), (-mean, -2.0)):
         assert made.value.item() == value and made.count is count
     assert sum([mean, mean], start=0).value.item() == 4.0
+
+
+def test_a_loss_may_be_an_object_that_holds_parameters() -> None:
+    class Loss:
+        params = MODEL.params
+
+        def __call__(self, params: Any, x: Tensor) -> Tensor:
+            return loss(params, x)
+
+    begin = fs.init_state(PLAN, OPT, params=MODEL.params)
+    _, metrics = fs.make_train_step(Loss(), OPT, PLAN)(begin, X)
+    assert metrics.loss.item() == pytest.approx(loss(MODEL.params, X).item())

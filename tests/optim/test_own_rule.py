@@ -1,5 +1,6 @@
 """Optimizers as people write them: elementwise rules in place run, others are refused where they are given."""
 
+import contextlib
 import warnings
 from typing import Any
 
@@ -108,3 +109,27 @@ def test_a_rule_of_rate_zero_is_not_blamed() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         given(opt)
+
+
+def test_a_rule_for_another_device_is_not_tried_where_a_process_only_plans() -> None:
+    class Elsewhere(Plain):
+        def rule(self, param: torch.Tensor, grad: torch.Tensor, momentum: torch.Tensor, step: int) -> Any:
+            raise RuntimeError("this kernel runs on another device")
+
+    model = fs.split(nn.Linear(3, 2))
+    for device, tried in (("cuda", torch.cuda.is_available()), ("cpu", True)):
+        mesh = fs.abstract_mesh((2,), ("data",), device=device)
+        made = fs.make_plan(model, mesh, [(".*", fs.fsdp("data"))], batch=fs.P("data"))
+        with pytest.raises(fs.errors.PlanError, match="runs on another device") if tried else contextlib.nullcontext():
+            fs.make_train_step(lambda params, x: model.apply(params, x).sum(), Elsewhere(), made)
+
+
+def test_a_rule_that_draws_is_taken_and_leaves_the_generator_alone() -> None:
+    class Noisy(Plain):
+        def rule(self, param: torch.Tensor, grad: torch.Tensor, momentum: torch.Tensor, step: int) -> Any:
+            param.sub_(grad + torch.randn(grad.shape), alpha=self.lr)
+
+    made, model = plan()
+    before = torch.get_rng_state()
+    fs.init_state(made, Noisy(), params=model.params)
+    assert torch.equal(before, torch.get_rng_state())

@@ -70,7 +70,7 @@ def made(face: str, plan: fs.Plan, values: Any, donate: bool = True) -> Any:
 
 
 def case(face: str, world: int, values: Any, x: Tensor = ROWS) -> tuple[list[Any], list[Tensor]]:
-    """What each rank gets of two calls, and its parameters after them, or what is raised and the parameters then."""
+    """The results of two calls on each rank, or the error, and the parameters after that."""
     mesh = fs.virtual_mesh((world,), ("data",))
 
     def run() -> Any:

@@ -51,7 +51,7 @@ BATCH = torch.arange(20.0).view(4, 5) / 20
 
 
 def held(state: Any, plan: fs.Plan) -> dict[str, Tensor]:
-    """What the ranks hold, whole."""
+    """The whole tensors of what the ranks hold."""
     mesh: Any = plan.mesh
     parts = mesh.run(lambda: (fs.unshard(state.params, plan), fs.unshard(state.opt_state[KEPT], plan)))
     return leaves(*parts[0])

@@ -1,4 +1,4 @@
-"""What a train loop saves, keeps and records beside its steps: a resumed run is the run that was not cut."""
+"""The state that a train loop saves, keeps and records beside its steps: a resumed run is the run that was not cut."""
 
 from pathlib import Path
 from typing import Any

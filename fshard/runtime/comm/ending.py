@@ -36,7 +36,7 @@ FOLDER, ERRORS = "/proc/self/fd", 2
 
 
 class Ending:
-    """What is done at the end of this process.
+    """The work at the end of this process.
 
     Attributes:
         sockets: those of PyTorch that were opened for the library.
@@ -76,14 +76,14 @@ def left(seconds: float) -> list[HelperThread]:
 
 
 def uncaught() -> BaseException | None:
-    """The error that nobody caught and that ends this process. An interactive session outlives its errors."""
+    """The uncaught error that ends this process. An interactive session outlives its errors."""
     error: BaseException | None = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
     return None if sys.flags.interactive or hasattr(sys, "ps1") else error
 
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Inside, PyTorch's C++ tells nobody of connections that end, each with its stack."""
+    """Silence PyTorch's C++, which tells of each connection that ends with a stack."""
     for file in (sys.stdout, sys.stderr):
         with suppress(Exception):
             file.flush()

@@ -1,4 +1,4 @@
-"""The network interface over which gloo reaches other hosts, where the name of this host does not tell it.
+"""The network interface over which gloo reaches other hosts, if the name of this host leads to itself.
 
 gloo connects ranks at the address that a host's own name has. Many systems give that name to 127.0.1.1, which leads
 other hosts to themselves: "Connection refused", far from the cause.
@@ -37,7 +37,7 @@ def interface(environment: Mapping[str, str]) -> str:
 
 
 def _leads_here(host: str) -> bool:
-    """Whether the address of a host is one of this host alone, or there is none."""
+    """Tell whether the address of a host is one of this host alone, or there is none."""
     try:
         return socket.gethostbyname(host).startswith("127.")
     except OSError:

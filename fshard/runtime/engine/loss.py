@@ -148,7 +148,7 @@ def fingerprint(aux: Any) -> tuple[int, int]:
 
 
 def as_means(result: Any) -> Any:
-    """What a part of a step function returned, in which 0-dim floating leaves are means over ranks, too."""
+    """A result in which 0-dim floating leaves are means over ranks, too, unless they are a rank's own."""
     return tree.mapped(lambda x: Mean(x, 1.0) if is_scalar(x) and not is_own(x) else x, result)
 
 

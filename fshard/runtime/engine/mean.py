@@ -117,10 +117,10 @@ class Mean:
 
 
 def _factor(value: Any, sign: str) -> Any:
-    """What a mean can be multiplied with.
+    """Return a factor of a mean.
 
     Raises:
-        LossError: it is no number.
+        LossError: the value is no number.
     """
     if isinstance(value, int | float) or isinstance(value, Tensor) and value.ndim == 0:
         return value

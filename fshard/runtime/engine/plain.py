@@ -31,14 +31,14 @@ Told = Mapping[str, str]
 
 
 def is_float(value: Any) -> bool:
-    """Whether a value is a Python float, or a 0-dim floating tensor, of which ranks take the mean."""
+    """Tell whether a value is a Python float, or a 0-dim floating tensor, of which ranks take the mean."""
     if isinstance(value, Tensor):
         return value.ndim == 0 and value.dtype.is_floating_point and not is_own(value)
     return isinstance(value, Real) and not isinstance(value, Integral)
 
 
 def is_equal_one(value: Any) -> bool:
-    """Whether a value is a plain one that must be equal on all ranks."""
+    """Tell whether a value is a plain one that must be equal on all ranks."""
     if isinstance(value, Tensor):
         whole = not value.dtype.is_floating_point and not value.dtype.is_complex
         return value.ndim == 0 and whole and not is_own(value)
@@ -121,13 +121,13 @@ def mean_of(values: Sequence[float]) -> float:
 
 
 def alike(values: Sequence[float]) -> bool:
-    """Whether all are equal, or all are nan."""
+    """Tell whether all are equal, or all are nan."""
     first = values[0]
     return all([x == first for x in values]) or all(map(math.isnan, values))
 
 
 def _said(tensor: Tensor, number: float) -> str:
-    """A 0-dim tensor as text, of which a read has given the number."""
+    """The text of a 0-dim tensor whose number a read has given."""
     if tensor.dtype.is_floating_point:
         return repr(number)
     return repr(bool(number) if tensor.dtype == torch.bool else int(number))

@@ -13,7 +13,7 @@ SHOWN = 4
 
 
 def where(plan: Plan, shards: Mapping[int, Tensor], comm: Communicator, loss: float = 0.0) -> list[str]:
-    """What is not finite, by rank: losses, and leaves of gradients that were summed over ranks. Collective.
+    """Lines that say what is not finite, by rank: losses, and leaves of gradients summed over ranks. Collective.
 
     Args:
         plan: the plan.
@@ -27,7 +27,7 @@ def where(plan: Plan, shards: Mapping[int, Tensor], comm: Communicator, loss: fl
 
 
 def here(plan: Plan, shards: Mapping[int, Tensor], loss: float = 0.0) -> str:
-    """What is not finite on this rank; see ``where``."""
+    """A line that says what is not finite on this rank; see ``where``."""
     found = []
     for number, shard in shards.items():
         group = plan.groups[number].owned

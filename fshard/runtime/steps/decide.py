@@ -214,7 +214,7 @@ class Streak:
     count: int = 0
 
     def skips(self, finite: bool, norm: float = 0.0) -> bool:
-        """Whether an update is skipped, for either reason."""
+        """Tell whether an update is skipped, for either reason."""
         large = self.largest is not None and norm > self.largest
         return large if finite else self.count < self.limit
 
@@ -223,7 +223,7 @@ class Streak:
         self.count = 0 if finite else self.count + 1
 
     def told(self) -> list[str]:
-        """How many were skipped before one that is an error, as a line of it."""
+        """A line about the updates skipped before one that is an error; none where there were none."""
         return [f"{self.count} before it were not finite, and were skipped: skip_limit={self.limit}"] * bool(self.count)
 
 

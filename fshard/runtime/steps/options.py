@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from fshard.errors import PlanError
+from fshard.model.split import Model
 from fshard.optim import checks
 from fshard.optim.base import Optimizer
 from fshard.optim.contract import contract
@@ -92,7 +93,7 @@ def step_problems(loss_fn: Any, plan: Plan, clip: Clip, accumulate: Any, policy:
         yield "clip_norm= needs the norm of the whole gradient, which update='in_backward' never has"
     if not isinstance(accumulate, int) or accumulate < 1:
         yield f"accumulate={accumulate!r} must be an int >= 1"
-    if not callable(loss_fn) or isinstance(loss_fn, torch.nn.Module) or hasattr(loss_fn, "params"):
+    if not callable(loss_fn) or isinstance(loss_fn, torch.nn.Module | Model):
         yield f"loss_fn is {type(loss_fn).__name__}, not a function (params, batch) that calls model.apply(params, ...)"
     full = isinstance(policy, Policy) and policy.accumulation == "full"
     if full and accumulate != 1 and any(g.reduce_dtype != g.dtype for g in plan.groups):
