@@ -28,7 +28,7 @@ from fshard.state.equal import Equal
 from fshard.state.flat import Flat, flat_of, form_of
 from fshard.state.settle import complete
 from fshard.state.train_state import TrainState
-from fshard.torch_internals import forward_ad_level, peek_interpreter_stack
+from fshard.torch_internals import DisableTorchFunctionSubclass, forward_ad_level, peek_interpreter_stack
 from fshard.training.latest import OneFunction
 from fshard.training.metrics import combine_aux
 from fshard.transform.loss import LossFn, ShardedLoss
@@ -255,8 +255,9 @@ def under_way(tensors: list[Tensor]) -> bool:
     """Whether a transform runs, or autograd records operations on these tensors."""
     if peek_interpreter_stack() is not None:
         return True
-    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
-        return True
+    with DisableTorchFunctionSubclass():  # leaves of a step under way answer in Python, each time
+        if torch.is_grad_enabled() and any([tensor.requires_grad for tensor in tensors]):
+            return True
     level = forward_ad_level()
     unpack: Any = torch.autograd.forward_ad.unpack_dual
     return level >= 0 and any(unpack(tensor).tangent is not None for tensor in tensors)

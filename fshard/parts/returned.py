@@ -100,6 +100,8 @@ def joint_floats(
 
 def with_floats(metrics: Any, floats: Sequence[float]) -> Any:
     """The values that a step function returned, with the mean over ranks of each float and ``fs.Mean``."""
+    if not floats:
+        return metrics
     found = iter(floats)
 
     def one(leaf: Any) -> Any:
