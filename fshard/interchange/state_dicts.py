@@ -12,7 +12,7 @@ from fshard.errors import PlanError, TreeError, lines
 from fshard.interchange.export import export, export_entries, stream
 from fshard.interchange.export_plan import plan_export
 from fshard.interchange.optimizer_state import STEP, left_out, load_with_optimizer
-from fshard.interchange.rename import RenameLike, written_name
+from fshard.interchange.rename import RenameLike, apply_rules, unwrapped, written_name
 from fshard.interchange.source import MemorySource
 from fshard.optim import adamw, chain, ema, every, from_torch, partition, rate, sgd
 from fshard.optim.base import Optimizer
@@ -119,7 +119,8 @@ def from_state_dict(
     source = MemorySource("the state dict", flat_tensors(params, "params"))
     state = None
     if optim is not None:
-        tensors = flat_tensors({"state": _by_name(plan, optim)}, "optim")
+        rows = unwrapped(_by_name(plan, optim, rename, source), source.tensors)
+        tensors = flat_tensors({"state": rows}, "optim")
         state = MemorySource("the optimizer's state dict", tensors)
     return load_with_optimizer(plan, opt, source, state, step=step, cast=cast, rename=rename, init=init, seed=seed)
 
@@ -289,8 +290,13 @@ def dotted(given: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, An
             yield f"{prefix}{key}", value
 
 
-def _by_name(plan: Plan, optim: Mapping[str, Any]) -> dict[str, Any]:
-    """The state of an optimizer's state dict by parameter name, with numbers as tensors."""
+def _by_name(
+    plan: Plan, optim: Mapping[str, Any], rename: Sequence[RenameLike], params: MemorySource
+) -> dict[str, Any]:
+    """The state of an optimizer's state dict by parameter name, with numbers as tensors.
+
+    Parameters that have numbers alone get the names that they have in ``params``, which ``rename`` turns into paths.
+    """
     state, groups = optim.get("state"), optim.get("param_groups")
     if not isinstance(state, Mapping) or not isinstance(groups, Sequence):
         raise TreeError(f"optim has the keys {sorted(map(str, optim))}: give a dict of 'state' and 'param_groups'")
@@ -298,6 +304,9 @@ def _by_name(plan: Plan, optim: Mapping[str, Any]) -> dict[str, Any]:
         names = {key: key for key in state}
     else:
         names = _numbered(plan, groups)
+        if rename:
+            origins = apply_rules(rename, params.tensors, params.name)
+            names = {key: origins[path][0] if path in origins else path for key, path in names.items()}
         lost = [key for key in state if key not in names]
         if lost:
             raise TreeError(f"optim's state has parameters {lost}, and its param_groups hold {len(names)}")

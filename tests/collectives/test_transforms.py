@@ -231,7 +231,7 @@ REFUSED = {
 }
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:`torch.jit")  # a DeprecationWarning up to PyTorch 2.14, a FutureWarning since
 @pytest.mark.parametrize("what", REFUSED)
 def test_refused_on_every_rank(what: str) -> None:
     match, error, call = REFUSED[what]

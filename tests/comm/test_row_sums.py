@@ -138,8 +138,8 @@ def test_the_kernel_is_plain_sums_when_it_is_compiled_for_a_gpu(rows: str, add: 
     named = {"count": 8, "add": add, "wide": row_kernel.tl.float32, "block": row_kernel.BLOCK}
     signature = {"out": "*fp32", "rows": rows, "length": "i32"} | dict.fromkeys(named, "constexpr")
     source = ASTSource(fn=row_kernel.KERNEL, signature=signature, constexprs=named)
-    made = row_kernel.triton.compile(source, target=GPUTarget("cuda", 90, 32))
-    assert "add.f32" in made.asm["ptx"] and "fma" not in made.asm["ptx"] and made.asm["cubin"]
+    made = row_kernel.triton.compile(source, target=GPUTarget("cuda", 90, 32), options=row_kernel.FUSION)
+    assert "add.rn.f32" in made.asm["ptx"] and "fma" not in made.asm["ptx"] and made.asm["cubin"]
 
 
 @pytest.mark.gpu

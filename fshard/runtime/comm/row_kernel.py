@@ -16,6 +16,9 @@ except ImportError:
 BLOCK = 1024
 """Elements that one program of the kernel adds up."""
 
+FUSION = {"enable_fp_fusion": False}
+"""An option of Triton: a product and a sum stay two roundings, whatever the default of its release is."""
+
 constexpr: Any = Any if tl is None else tl.constexpr
 
 
@@ -40,4 +43,4 @@ KERNEL: Any = None if triton is None else triton.jit(_sum_rows)
 
 def sum_rows(out: Tensor, rows: Tensor, add: bool) -> None:
     """``out`` = the sum of the rows in their order, plus its own value if ``add``. ``out`` is float32."""
-    KERNEL[(triton.cdiv(out.numel(), BLOCK),)](out, rows, out.numel(), len(rows), add, tl.float32, BLOCK)
+    KERNEL[(triton.cdiv(out.numel(), BLOCK),)](out, rows, out.numel(), len(rows), add, tl.float32, BLOCK, **FUSION)
