@@ -1,11 +1,7 @@
 """The end of a process after its error: soon, and with the status of the error, whatever its threads wait for."""
 
-import contextlib
-import ctypes
-import multiprocessing
 import os
 import random
-import signal
 import socket
 import sys
 import threading
@@ -15,19 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import torch.distributed as dist
 
-import fshard as fs
-from fshard.runtime.comm import ending, joining
+from fshard.runtime.comm import ending
 from fshard.runtime.comm.bounded import bounded
 from fshard.runtime.comm.descriptors import Descriptors
 from fshard.runtime.comm.ending import Ending, left
-from tests.faults.stuck import _free_port
-from tests.shared.workers import PRELOAD
-
-GRACE = 60.0
-"""Seconds in which a process must have ended after its error, on a busy machine; one second where it is not."""
+from tests.faults.lives import GRACE, survivors
 
 
 @pytest.fixture
@@ -87,54 +77,6 @@ def test_a_thread_that_never_ends(fresh: Ending, failed: bool, monkeypatch: pyte
     assert statuses == [1] * failed
 
 
-def rank_of(rank: int, world: int, victim: int, where: str, port: int, folder: str) -> None:
-    """A rank of a job that loses another one, and whose interpreter ends as that of a program does."""
-    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    log = os.open(f"{folder}/log{rank}", os.O_WRONLY | os.O_CREAT)
-    os.dup2(log, 2)
-    torch.set_num_threads(1)
-
-    def die(*given: object) -> Any:
-        time.sleep(0.5)
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    if rank == victim and where != "step":
-        setattr(joining, where, die)
-    try:
-        mesh = fs.make_mesh((-1,), ("data",), timeout=30.0)
-        if rank == victim:
-            die()
-        while True:
-            fs.collectives.psum(torch.ones(2), "data", mesh=mesh)
-    except fs.errors.CommError as error:
-        sys.last_value = error
-        Path(folder, f"raised{rank}").write_text(f"{time.monotonic()} {error}")
-    ctypes.pythonapi.Py_Exit(1)
-
-
-def ends_of(world: int, victim: int, where: str, folder: Path) -> list[tuple[int, float, str]]:
-    """The status of each survivor, for how long it lived after its error, and what it printed."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOAD)
-    port = _free_port()
-    ranks = [
-        context.Process(target=rank_of, args=(rank, world, victim, where, port, str(folder)), daemon=True)
-        for rank in range(world)
-    ]
-    for process in ranks:
-        process.start()
-    found = []
-    for rank, process in enumerate(ranks):
-        process.join(GRACE)
-        ended = time.monotonic()
-        with contextlib.suppress(FileNotFoundError):
-            raised = float((folder / f"raised{rank}").read_text().split()[0])
-            found.append((process.exitcode, ended - raised, (folder / f"log{rank}").read_text()))
-        process.kill()
-    return found
-
-
 @pytest.mark.processes
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 6))])
 def test_survivors_end_soon_with_the_status_of_their_error(seed: int, tmp_path: Path) -> None:
@@ -142,10 +84,10 @@ def test_survivors_end_soon_with_the_status_of_their_error(seed: int, tmp_path: 
     for number, where in enumerate(("_agreed", "_init", "step") if seed else ("_init",)):
         world, folder = drawn.choice((2, 3)) if seed else 3, tmp_path / str(number)
         folder.mkdir()
-        ends = ends_of(world, drawn.randrange(world), where, folder)
+        ends = survivors(world, drawn.randrange(world), where, folder)
         assert len(ends) == world - 1
-        for status, seconds, printed in ends:
-            assert status == 1 and seconds < GRACE and "terminate" not in printed, (where, status, seconds, printed)
+        for end in ends:
+            assert end.status == 1 and end.lived < GRACE and "terminate" not in end.printed, (where, end)
 
 
 def test_listening_sockets_are_left(fresh: Ending) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 import fshard as fs
-from tests.faults import stuck
+from tests.faults import lives, stuck
 from tests.faults.job import TIMEOUT, End, Kill, Run, run
 from tests.faults.program import differing
 from tests.faults.spoil import Row, alone, files, folder
@@ -160,10 +160,15 @@ def main() -> int:
     for name, (file, function, count) in PHASES.items():
         if not name.startswith("save"):
             killed(bench, row, Kill(2, file, function, count), world=3, gloo=True)
+    rows.append(row)
+    row = Row("kill -9: a rank whose forked child lives on")
+    for name in ("forward", "backward", "consensus", "save: write"):
+        for gloo in (False, True):
+            killed(bench, row, Kill(1, *PHASES[name], child=True), world=3, gloo=gloo)
     rows += [row, *files(each=20)]
     text = table(rows)
     print(text)
-    waits = list(stuck.rows())
+    waits = [*stuck.rows(), *lives.rows()]
     print(stuck.table(waits))
     problems = [problem for row in [*rows, *waits] for problem in row.problems or []]
     print(*problems, sep="\n", file=sys.stderr)
