@@ -95,10 +95,11 @@ class Numbers:
             norm = self.norm(updated)
             if self.skips(updated) or self._finite(updated) and math.isfinite(norm):
                 continue
-            part, loss, own = updated.part, math.nan, 0.0
+            part, loss, own, origin = updated.part, math.nan, 0.0, ""
             if isinstance(updated.grads, Bank):
                 loss, own = self._loss(updated.grads.number), self.replay.own_loss(updated.grads.number)
-            place = where(part.plan, part.gradients(updated.grads).shards, control, own)
+                origin = self.replay.origin(updated.grads.number)
+            place = where(part.plan, part.gradients(updated.grads).shards, control, own, origin)
             raise part.not_finite(Verdict((), loss, norm, 1.0), updated.state.step, place)
 
     def _loss(self, number: int) -> float:

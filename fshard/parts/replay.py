@@ -324,6 +324,11 @@ class Replay(Composition):
         total, count = answers([_total(self.ran[number])])
         return total / count if count else 0.0
 
+    def origin(self, number: int) -> str:
+        """Where numbers of a pass stopped being finite on this rank; empty if nobody has looked."""
+        step: Assembled = self.ready
+        return step.programs[number].origin
+
     def _summed(self, plan: Plan, *readings: Reading) -> list[float]:
         """Numbers, summed over all ranks: equal on all of them."""
         values = answers(readings)

@@ -171,7 +171,7 @@ def make_step(
         plan: a plan on the mesh; its data axes are those of the batch.
         schedule: as for ``fs.make_train_step``, for all passes.
         donate: reuse the memory of the states that the step takes.
-        debug: fill every freed range with nan, and compare copies of leaves before every step.
+        debug: as for ``fs.make_train_step``.
 
     Raises:
         PlanError: an invalid option.

@@ -71,7 +71,8 @@ def make_train_step(
         donate: reuse the memory of the state that a step takes.
         debug: fill every freed range with nan, so that a read of freed memory shows; compare copies of leaves and of
             optimizer state before every step; and the gradients of leaves that ranks along other than the data axes
-            hold copies of, so that a missing ``pvary`` shows.
+            hold copies of, so that a missing ``pvary`` shows. An error about numbers that are not finite names the
+            operator that first made one, but inside of compiled units.
         compile: None runs units as they are. ``"fx"`` traces each distinct unit once and runs the ops of its forward
             and its backward without the rest of the unit's Python and of autograd; every result keeps its bits.
             ``"inductor"`` compiles them with torch's compiler, which fuses ops and changes the last bits. Units that

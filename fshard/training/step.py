@@ -327,7 +327,7 @@ class TrainStep(OneFunction):
         if not math.isfinite(verdict.norm) or not math.isfinite(verdict.loss):
             comm, early = self._runner.programs.comms.control, self._early
             shards = {} if early else self._decide.grads.shards
-            place = where(self.plan, shards, comm)
+            place = where(self.plan, shards, comm, origin=self._runner.programs.origin)
             raise not_finite(verdict, early, [f"step {step + 1}", *self._streak.told(), *place])
         if self.options.running.debug and not self._early:
             check_copies(self.plan, self._decide.grads.shards, self._runner.programs.comms.control)

@@ -12,7 +12,9 @@ SHOWN = 4
 """Leaves of a rank that are named."""
 
 
-def where(plan: Plan, shards: Mapping[int, Tensor], comm: Communicator, loss: float = 0.0) -> list[str]:
+def where(
+    plan: Plan, shards: Mapping[int, Tensor], comm: Communicator, loss: float = 0.0, origin: str = ""
+) -> list[str]:
     """Lines that say what is not finite, by rank: losses, and leaves of gradients summed over ranks. Collective.
 
     Args:
@@ -20,8 +22,11 @@ def where(plan: Plan, shards: Mapping[int, Tensor], comm: Communicator, loss: fl
         shards: this rank's part of the gradients, by group id.
         comm: the control communicator over the whole mesh.
         loss: this rank's own.
+        origin: what this rank knows of where they come from.
     """
     said = here(plan, shards, loss)
+    if origin:
+        said = f"{said}; {origin}" if said else f"rank {plan.mesh.rank}: {origin}"
     texts = exchange_text(comm, said) if comm.size > 1 else [said]
     return [*filter(None, texts)]
 

@@ -12,6 +12,7 @@ from fshard.errors import PlanError, RematError
 from fshard.runtime.comm.communicators import Communicators
 from fshard.runtime.comm.facts import digest
 from fshard.runtime.engine.engine import UNKNOWN, Engine, Sink, Traits
+from fshard.runtime.engine.origins import Debugging
 from fshard.runtime.engine.remat import Remat, again
 from fshard.runtime.execution import Found
 from fshard.runtime.execution.actions import Actions, Resident
@@ -147,6 +148,11 @@ class Programs:
         needed = tuple(communicators(self.plan, self.comms.secondary, found.axes))
         needed = (*needed, *between(schedule.groups))
         return Trace(schedule, choice, needs, found.idle, needed, self._direct, found.flops)
+
+    @property
+    def origin(self) -> str:
+        """Where numbers stopped being finite in the last step; empty if nobody has looked."""
+        return self.engine.origins.told() if isinstance(self.engine, Debugging) else ""
 
     @property
     def _direct(self) -> bool:
@@ -340,7 +346,7 @@ def make_programs(
     second = {secondary: group_infos(plan, state, secondary)} if auto and secondary else {}
     memory, cache = StepMemory(plan, infos, train, running.debug), make_cache(running.compile)
     made = Programs(plan, running.policy, accumulate, train, comms, infos, second, memory, running.remat, cache)
-    return replace(made, executor=executor_of(plan.mesh))
+    return replace(made, engine=Debugging() if running.debug else Engine, executor=executor_of(plan.mesh))
 
 
 def _tell_scaled(paths: Sequence[str]) -> None:
