@@ -265,7 +265,8 @@ def read_costs(path: str | os.PathLike[str]) -> Costs:
         return Costs(seconds, link, reduces, axes, *numbers, found["machine"], *more, copies)
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
         if isinstance(error, PlanError):
-            raise
+            text = str(error) if os.fspath(path) in str(error) else f"{os.fspath(path)}: {error}"
+            raise PlanError(text) from error
         raise PlanError(
             f"{os.fspath(path)}: not costs that Costs.save has written ({type(error).__name__}: {error}): calibrate "
             f"again, and save what comes of it"

@@ -4,6 +4,9 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from fshard.errors import PlanError, ScheduleError, lines
 
+SHOWN = 300
+"""The most characters of a text that a message repeats."""
+
 
 def bad_policy(problems: Iterable[str]) -> PlanError:
     """A policy with values of the wrong type or out of range."""
@@ -68,5 +71,6 @@ def broken_schedule(problem: str, excerpt: Iterable[str]) -> ScheduleError:
 
 def unreadable_schedule(number: int, line: str, problem: str) -> ScheduleError:
     """A malformed line of a schedule's text."""
+    line, problem = (text if len(text) <= SHOWN else f"{text[:SHOWN]}..." for text in (line, problem))
     head = f"line {number} of the schedule's text, {line!r}: {problem}"
     return ScheduleError(f"{head}; give parse the text of str(schedule)")

@@ -327,6 +327,14 @@ def test_files_that_hold_no_costs(tmp_path: Path, text: str) -> None:
         read_costs(tmp_path / "b.json")
 
 
+def test_numbers_of_a_file_that_are_no_costs_are_told_with_the_file(tmp_path: Path) -> None:
+    Costs(links={"shard": Link(1e9)}).save(tmp_path / "a.json")
+    text = (tmp_path / "a.json").read_text()
+    (tmp_path / "a.json").write_text(text.replace("1000000000.0", "-1.0"))
+    with pytest.raises(PlanError, match=r"a\.json: invalid costs"):
+        read_costs(tmp_path / "a.json")
+
+
 def test_costs_that_do_not_know_how_links_carry_are_refused(tmp_path: Path) -> None:
     """Files of the first format do not say whether ranks share memory, and count messages as bytes."""
     Costs(links={"shard": Link(1e9, each=1e-4, peers=1)}).save(tmp_path / "a.json")
