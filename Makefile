@@ -24,7 +24,7 @@ endef
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help map suites mutations train bench gpu test quick parity fuzz faults hostile docs notebooks site lint format clean
+.PHONY: help map route freeze suites mutations train bench gpu test quick parity fuzz faults hostile docs notebooks site lint format clean
 
 help:  ## Show what can be made.
 	@sed -n 's/^\([a-z]*\):.*## /  make \1	/p' $(MAKEFILE_LIST)
@@ -65,6 +65,12 @@ suites: $(STAMP)  ## Run PyTorch's lists of modules, operators and optimizers as
 
 mutations: $(STAMP)  ## Put twenty seeded faults into copies of the tree: tests must catch each.
 	$(BIN)/python -m tests.project.mutations $(ARGS)
+
+route: $(STAMP)  ## Count the files, classes and calls that a steady step goes through; ARGS="--list" names them.
+	$(BIN)/python -m tests.project.route $(ARGS)
+
+freeze: $(STAMP)  ## Note what seventy steps come to, bit for bit: ARGS="--write FILE", and later ARGS="--against FILE".
+	$(BIN)/python -m tests.project.freeze $(ARGS)
 
 map: $(STAMP)  ## Count what the shape of the package is made of; ARGS="--against OTHER_CHECKOUT" beside another.
 	$(BIN)/python -m tests.project.map $(ARGS)

@@ -6,6 +6,7 @@ one kind are reported together: builders take all of them and list each on a lin
 """
 
 from collections.abc import Iterable, Sequence
+from itertools import accumulate
 
 
 class ShardError(Exception):
@@ -278,12 +279,16 @@ class KeyReuseError(ShardError, RuntimeError):
 MOST = 100
 """The number of problems that one message lists."""
 
+LONGEST, ROOM = 2_000, 12_000
+"""Characters of one of them, and of all together: some are as long as what a file holds."""
+
 
 def lines(head: str, problems: Iterable[str], remedy: str) -> str:
     """A message of one head line, one indented line per problem, and the remedy, which must not scroll away."""
-    rows = [f"\n  {problem}" for problem in problems]
-    more = f"\n  ... and {len(rows) - MOST} more" if len(rows) > MOST else ""
-    return f"{head}{''.join(rows[:MOST])}{more}\n{remedy}"
+    rows = [f"\n  {problem if len(problem) <= LONGEST else f'{problem[:LONGEST]}...'}" for problem in problems]
+    fit = min(MOST, sum(total <= ROOM for total in accumulate(map(len, rows))))
+    more = f"\n  ... and {len(rows) - fit} more" if len(rows) > fit else ""
+    return f"{head}{''.join(rows[:fit])}{more}\n{remedy}"
 
 
 def bad_arguments(name: str, problems: Iterable[str]) -> PlanError:
