@@ -34,7 +34,7 @@ from fshard.foresight.huggingface import hugging_face
 from fshard.foresight.jobs import Job
 from fshard.model.meta import empty_weights
 from fshard.schedule.auto import timed, weighed
-from fshard.schedule.candidates import Task
+from fshard.schedule.candidates import PolicyTask
 from fshard.schedule.simulate import Simulation
 from fshard.sharding.plan import Plan
 
@@ -79,9 +79,9 @@ class Foreseen:
 
     def __init__(self, run: Run) -> None:
         self.job = job(run)
-        self.task: Task | None = None
+        self.task: PolicyTask | None = None
 
-    def on(self, ranks: int) -> tuple[Task, Plan, int]:
+    def on(self, ranks: int) -> tuple[PolicyTask, Plan, int]:
         """What is run, where the leaves are, and bytes of state of a rank."""
         plan = self.job.plan(fs.abstract_mesh((ranks,), ("data",)))
         step, batch = self.job.step_of(plan)

@@ -36,7 +36,7 @@ from fshard.schedule.schedule import Schedule
 from fshard.sharding.mesh import Mesh
 from fshard.sharding.plan import Plan
 from fshard.state.equal import Equal
-from fshard.state.past import Run
+from fshard.state.past import RunIdentity
 from fshard.state.settle import settle
 from fshard.state.train_state import TrainState
 from fshard.threads import say, started
@@ -119,7 +119,7 @@ class Checkpointer:
         self.restored: Restored | None = None
         """The checkpoint of the last restore; None before the first one."""
         self._folder = CheckpointFolder(self.directory)
-        self._run = Run()
+        self._run = RunIdentity()
         self._mesh: Mesh | None = None  # of the latest save or restore
         self._damaged: set[int] = set()
         self._snapshot = Snapshot()

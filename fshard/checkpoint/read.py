@@ -27,7 +27,7 @@ BLOCK = 1 << 21
 
 
 @dataclass(frozen=True)
-class Span:
+class FileSpan:
     """The bytes ``begin`` to ``end`` of a file, which lie in an extent and hold a part of a target."""
 
     begin: int
@@ -38,13 +38,13 @@ class Span:
 
 
 @dataclass(frozen=True)
-class Job:
+class ReadJob:
     """Whole chunks of a file that one thread reads at a time, and the spans that they hold."""
 
     file: str
     begin: int
     end: int
-    spans: list[Span] = field(default_factory=list)
+    spans: list[FileSpan] = field(default_factory=list)
 
 
 def read_into(folder: str, manifest: Manifest, targets: Sequence[Slice]) -> None:
@@ -101,16 +101,16 @@ def _header_problems(folder: str, name: str, manifest: Manifest) -> Iterator[str
             yield f"{name}: {key[:200]} is {tensors.get(key)} in its header and {listed.get(key)} in the manifest"
 
 
-def plan_reads(manifest: Manifest, targets: Sequence[Slice]) -> list[Job]:
+def plan_reads(manifest: Manifest, targets: Sequence[Slice]) -> list[ReadJob]:
     """What to read for these targets: each chunk at most once, files in order."""
-    spans: dict[str, list[Span]] = {}
+    spans: dict[str, list[FileSpan]] = {}
     for target in targets:
         info = manifest.tensors[target.name]
         for extent in info.extents:
             found = shared_range(extent.piece, target.piece) if target.piece.numel else None
             if found is not None:
                 begin, end = (extent.at + (n - extent.piece.start) * info.dtype.itemsize for n in found)
-                spans.setdefault(extent.file, []).append(Span(begin, end, extent, info.dtype, target))
+                spans.setdefault(extent.file, []).append(FileSpan(begin, end, extent, info.dtype, target))
     jobs = []
     for name in sorted(spans):
         here = list(_cut(name, manifest.files[name], [(span.begin, span.end) for span in spans[name]]))
@@ -124,7 +124,7 @@ def plan_reads(manifest: Manifest, targets: Sequence[Slice]) -> list[Job]:
     return jobs
 
 
-def _cut(name: str, info: FileInfo, spans: Sequence[tuple[int, int]]) -> Iterator[Job]:
+def _cut(name: str, info: FileInfo, spans: Sequence[tuple[int, int]]) -> Iterator[ReadJob]:
     """Jobs for the whole chunks that hold these bytes."""
     most, end = max(1, BLOCK // info.chunk) * info.chunk, 0
     for low, high in sorted(spans):
@@ -132,11 +132,11 @@ def _cut(name: str, info: FileInfo, spans: Sequence[tuple[int, int]]) -> Iterato
         last = min(info.size, -(-high // info.chunk) * info.chunk)
         while begin < last:
             end = min(begin + most, last)
-            yield Job(name, begin, end)
+            yield ReadJob(name, begin, end)
             begin = end
 
 
-def _perform(folder: str, files: Mapping[str, FileInfo], jobs: Sequence[Job]) -> None:
+def _perform(folder: str, files: Mapping[str, FileInfo], jobs: Sequence[ReadJob]) -> None:
     """Read, verify and copy in a few threads, each with a buffer of its own."""
     workers = max(1, min(4, len(os.sched_getaffinity(0)), len(jobs)))
     largest = max((job.end - job.begin for job in jobs), default=0)
@@ -149,7 +149,7 @@ def _perform(folder: str, files: Mapping[str, FileInfo], jobs: Sequence[Job]) ->
         for _ in range(workers):  # allocated now that files are known to have the sizes of the manifest
             buffers.put(bytearray(largest))
 
-        def one(job: Job) -> None:
+        def one(job: ReadJob) -> None:
             buffer = buffers.get()
             try:
                 _read_job(opened[job.file], files[job.file], job, buffer)
@@ -164,7 +164,7 @@ def _perform(folder: str, files: Mapping[str, FileInfo], jobs: Sequence[Job]) ->
             pool.shutdown(cancel_futures=True)
 
 
-def _read_job(file: File, info: FileInfo, job: Job, buffer: bytearray) -> None:
+def _read_job(file: File, info: FileInfo, job: ReadJob, buffer: bytearray) -> None:
     """Read one job, verify all of its chunks, then copy."""
     length = job.end - job.begin
     view = memoryview(buffer)[:length]

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from fshard.arguments import Want, expect, kind
-from fshard.checkpoint.restore import Request, TakeRules
+from fshard.checkpoint.restore import RestoreRequest, TakeRules
 from fshard.checkpoint.states import beside, by_name
 from fshard.errors import PlanError
 from fshard.sharding.plan import Plan
@@ -13,7 +13,7 @@ from fshard.state.train_state import TrainState
 
 def requests_of(
     plan: Any, opt: Any, step: int | None, cast: bool, rules: TakeRules | None, into: Any
-) -> dict[str, Request]:
+) -> dict[str, RestoreRequest]:
     """The arguments of a restore for each state, checked."""
     call = "restore(plan, opt)"
     if not isinstance(plan, Plan | Mapping):
@@ -29,4 +29,4 @@ def requests_of(
     for name, one in kept.items():
         if one is not None:
             one.check_plan(plans[name])
-    return {name: Request(plans[name], opts[name], cast, rules, kept[name]) for name in plans}
+    return {name: RestoreRequest(plans[name], opts[name], cast, rules, kept[name]) for name in plans}

@@ -24,7 +24,7 @@ from fshard.runtime.comm import Communicator, all_ranks_or_raise, each_rank_or_r
 from fshard.sharding.mesh import Mesh
 from fshard.sharding.plan import Plan
 from fshard.state.entries import assemble, scalars
-from fshard.state.past import Past, Run
+from fshard.state.past import Past, RunIdentity
 from fshard.state.pieces import Entry
 from fshard.state.replicas import of_all_replicas, saved_at, with_replicas
 from fshard.state.train_state import TrainState
@@ -35,7 +35,7 @@ TakeRules = Sequence[tuple[str, str | None]]
 
 
 @dataclass(frozen=True)
-class Request:
+class RestoreRequest:
     """The arguments of a restore, as ``Checkpointer.restore`` takes them."""
 
     plan: Plan
@@ -50,7 +50,7 @@ Prepared = tuple[Manifest, TrainState, list[Slice]]
 
 
 def restore_step(
-    comm: Communicator, root: str, first: str, step: int, requests: Mapping[str, Request]
+    comm: Communicator, root: str, first: str, step: int, requests: Mapping[str, RestoreRequest]
 ) -> tuple[dict[str, TrainState], Manifest]:
     """The states of one step in the folder ``root``, which rank 0 calls ``first``. Collective."""
     folder, rank = step_folder(root, step), one_mesh({name: one.plan for name, one in requests.items()}).rank
@@ -94,14 +94,14 @@ def _part(folder: str, manifest: Manifest, name: str) -> Manifest:
     raise TreeError(f"{folder} holds one state, and {name!r} was asked for: give restore(plan, opt)")
 
 
-def prepare(folder: str, manifest: Manifest, request: Request) -> tuple[TrainState, list[Slice]]:
+def prepare(folder: str, manifest: Manifest, request: RestoreRequest) -> tuple[TrainState, list[Slice]]:
     """A state with the values that the checkpoint does not give, and what to read into the rest. Local."""
     into = request.into
     kept: Mapping[str, Entry] = {entry.name: entry for entry in whole_entries(into)} if into is not None else {}
     values = scalars(into) if into is not None else manifest.scalars
     blank: list[Entry] = []
     try:
-        past = Past(made={}, run=Run({manifest.run_id}))
+        past = Past(made={}, run=RunIdentity({manifest.run_id}))
         state = assemble(request.plan, request.opt, blank.append, values, past)
     except ShardError:
         raise
@@ -130,7 +130,7 @@ def _slices(entries: Sequence[Entry], names: Mapping[str, str], mesh: Mesh) -> I
         yield from (Slice(*place, torch.empty_like(entry.tensor), entry.tensor) for place in places[1:])
 
 
-def stored_names(path: str, manifest: Manifest, entries: Sequence[Entry], request: Request) -> dict[str, str]:
+def stored_names(path: str, manifest: Manifest, entries: Sequence[Entry], request: RestoreRequest) -> dict[str, str]:
     """The name of the tensor that each entry is read from, by the entry's name; all misfits in one TreeError."""
     have = manifest.tensors
     wanted = _by_rules(request.rules, entries) if request.rules is not None else _by_name(entries, have)

@@ -5,9 +5,9 @@ from collections.abc import Iterator
 from itertools import groupby, pairwise
 from pathlib import Path
 
-from fshard.schedule.flight import Record, of_one_job, read_records, verdict
+from fshard.schedule.flight import RankRecord, of_one_job, read_records, verdict
 from fshard.schedule.stragglers import straggler
-from fshard.view.chrome import Run, Span, write
+from fshard.view.chrome import OpSpan, ScheduleRun, write
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -32,7 +32,7 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def runs_of(record: Record, start: float) -> Iterator[Run]:
+def runs_of(record: RankRecord, start: float) -> Iterator[ScheduleRun]:
     """The runs of a record, times counted from ``start``. The last op is under way unless its run was over."""
     pairs = [*pairwise(record.entries), *((entry, None) for entry in record.entries[-1:])]
     for (number, schedule), group in groupby(pairs, key=lambda pair: (pair[0].run, pair[0].schedule)):
@@ -43,5 +43,5 @@ def runs_of(record: Record, start: float) -> Iterator[Run]:
         for entry, following in group:
             if 0 <= entry.op < len(known):
                 end = None if following is None else following.time - start
-                spans.append(Span(entry.op, known[entry.op], entry.time - start, end))
-        yield Run(known, spans, step=number)
+                spans.append(OpSpan(entry.op, known[entry.op], entry.time - start, end))
+        yield ScheduleRun(known, spans, step=number)

@@ -330,7 +330,7 @@ def _sum(leaf: Any, group: Ranks, what: str) -> Any:
     if not isinstance(leaf, Tensor):
         return build.number(leaf, what) * group.size
     build.check_addable(leaf, what)
-    total = linear.Sum(group)
+    total = linear.LinearSum(group)
     return applied(leaf, total, linear.Vary(group)) if group.implicit else applied(leaf, total)
 
 

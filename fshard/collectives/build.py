@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fshard.arguments import kind
-from fshard.collectives.linear import Collect, Exchange, Gather, Permute, Ragged, Scatter
+from fshard.collectives.linear import Collect, Gather, LinearExchange, LinearRagged, Permute, Scatter
 from fshard.collectives.ranks import Ranks
 from fshard.collectives.scope import SCOPE, cutting
 from fshard.collectives.ties import applied
@@ -54,20 +54,20 @@ def scatter_op(x: Tensor, group: Ranks, dim: int, tiled: bool, what: str) -> Sca
     return Scatter(group, at)
 
 
-def exchange_op(x: Tensor, group: Ranks, split: int, concat: int, tiled: bool, what: str) -> Exchange:
+def exchange_op(x: Tensor, group: Ranks, split: int, concat: int, tiled: bool, what: str) -> LinearExchange:
     """Cut along one dim, join along another."""
     at = dim_of(x, split, what)
     check_divides(x, at, group, tiled, what)
-    return Exchange(group, at, dim_of(x, concat, what))
+    return LinearExchange(group, at, dim_of(x, concat, what))
 
 
-def exchange(x: Tensor, op: Exchange, tiled: bool) -> Tensor:
+def exchange(x: Tensor, op: LinearExchange, tiled: bool) -> Tensor:
     """Cut along one dim, join along another, which is a new one if not ``tiled``."""
     if tiled:
         return applied(x, op)
     # The result loses the split dim and gains a new one, so it has as many dims as x.
     front = x.movedim(op.split, 0).unsqueeze(x.dim() + op.concat + 1)
-    return applied(front, Exchange(op.group, -front.dim(), op.concat)).squeeze(0)
+    return applied(front, LinearExchange(op.group, -front.dim(), op.concat)).squeeze(0)
 
 
 def ragged(x: Tensor, group: Ranks, send: Sequence[int], receive: Sequence[int]) -> Tensor:
@@ -84,7 +84,7 @@ def ragged(x: Tensor, group: Ranks, send: Sequence[int], receive: Sequence[int])
             f"ragged_all_to_all: send={list(send)} are {sum(send)} rows, and a tensor of shape {list(x.shape)} must "
             f"have as many in the dim before its last one"
         )
-    return applied(x, Ragged(group, tuple(send), tuple(receive)))
+    return applied(x, LinearRagged(group, tuple(send), tuple(receive)))
 
 
 def permute(group: Ranks, perm: Sequence[tuple[int, int]]) -> Permute:

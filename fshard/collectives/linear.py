@@ -5,14 +5,14 @@ A collective is a linear map of the values of all ranks together. A *varying* va
 ``check_vma=True``; Megatron-LM's f and g):
 
 =============== ====================== =========================================================
-``Sum``         varying -> invariant   ``Vary``
-``Vary``        invariant -> varying   ``Sum``
+``LinearSum``         varying -> invariant   ``Vary``
+``Vary``        invariant -> varying   ``LinearSum``
 ``Gather``      varying -> varying     ``Scatter``
 ``Scatter``     varying -> varying     ``Gather``
-``Collect``     varying -> invariant   ``Cut``
-``Cut``         invariant -> varying   ``Collect``
-``Exchange``    varying -> varying     ``Exchange``, the dims swapped
-``Ragged``      varying -> varying     ``Ragged``, the numbers swapped
+``Collect``     varying -> invariant   ``LinearCut``
+``LinearCut``         invariant -> varying   ``Collect``
+``LinearExchange``    varying -> varying     ``LinearExchange``, the dims swapped
+``LinearRagged``      varying -> varying     ``LinearRagged``, the numbers swapped
 ``Permute``     varying -> varying     ``Permute``, the pairs reversed
 ``Settle``      varying -> invariant   ``Once``
 ``Once``        invariant -> varying   ``Spread``
@@ -40,7 +40,7 @@ Shape = tuple[int, ...]
 
 
 @dataclass(frozen=True)
-class Collective(ABC):
+class LinearCollective(ABC):
     """A linear map of the values of a group's ranks."""
 
     name = "shard_map"
@@ -54,10 +54,10 @@ class Collective(ABC):
         """Start it on data."""
 
     @abstractmethod
-    def transpose(self) -> "Collective":
+    def transpose(self) -> "LinearCollective":
         """Its adjoint."""
 
-    def pushforward(self) -> "Collective":
+    def pushforward(self) -> "LinearCollective":
         """The map of tangents: a linear map is its own derivative."""
         return self
 
@@ -88,7 +88,7 @@ class Linear(torch.autograd.Function):
     """A linear collective under every transform of torch.func: each rule applies this function again."""
 
     @staticmethod
-    def forward(x: Tensor, op: Collective) -> Tensor:
+    def forward(x: Tensor, op: LinearCollective) -> Tensor:
         return op.run(x)
 
     @staticmethod
@@ -104,19 +104,19 @@ class Linear(torch.autograd.Function):
         return apply(tangent, ctx.op.pushforward())
 
     @staticmethod
-    def vmap(info: Any, in_dims: tuple[int, None], x: Tensor, op: Collective) -> tuple[Tensor, int]:
+    def vmap(info: Any, in_dims: tuple[int, None], x: Tensor, op: LinearCollective) -> tuple[Tensor, int]:
         """One collective for the whole batch."""
         return apply(x.movedim(in_dims[0], 0), op), 0
 
 
-def apply(x: Tensor, op: Collective) -> Tensor:
+def apply(x: Tensor, op: LinearCollective) -> Tensor:
     """A linear collective of a tensor, differentiable."""
     result: Tensor = Linear.apply(x, op)  # type: ignore[no-untyped-call]
     return result
 
 
 @dataclass(frozen=True)
-class Sum(Collective):
+class LinearSum(LinearCollective):
     """The sum over ranks."""
 
     name = "psum"
@@ -124,13 +124,13 @@ class Sum(Collective):
     def start(self, x: Tensor) -> raw.Finish:
         return raw.sum_all(self.group, x)
 
-    def transpose(self) -> Collective:
+    def transpose(self) -> LinearCollective:
         """The cotangent of a sum is that of each term."""
         return Vary(self.group)
 
 
 @dataclass(frozen=True)
-class Vary(Collective):
+class Vary(LinearCollective):
     """The copies of one value as separate values."""
 
     name = "pvary"
@@ -139,13 +139,13 @@ class Vary(Collective):
     def start(self, x: Tensor) -> raw.Finish:
         return x.clone
 
-    def transpose(self) -> Collective:
+    def transpose(self) -> LinearCollective:
         """The cotangent of a value is the sum over those of its copies."""
-        return Sum(self.group)
+        return LinearSum(self.group)
 
 
 @dataclass(frozen=True)
-class Gather(Collective):
+class Gather(LinearCollective):
     """The tensors of all ranks, concatenated along a dim."""
 
     name = "all_gather"
@@ -158,13 +158,13 @@ class Gather(Collective):
     def shape(self, shape: Shape) -> Shape:
         return _scaled(shape, self.dim, self.group.size, 1)
 
-    def transpose(self) -> Collective:
+    def transpose(self) -> LinearCollective:
         """The sum of each slice, on the rank that it came from."""
         return Scatter(self.group, self.dim)
 
 
 @dataclass(frozen=True)
-class Scatter(Collective):
+class Scatter(LinearCollective):
     """This rank's slice along a dim of the sum over ranks."""
 
     name = "psum_scatter"
@@ -176,7 +176,7 @@ class Scatter(Collective):
     def shape(self, shape: Shape) -> Shape:
         return _scaled(shape, self.dim, 1, self.group.size)
 
-    def transpose(self) -> Collective:
+    def transpose(self) -> LinearCollective:
         return Gather(self.group, self.dim)
 
 
@@ -184,12 +184,12 @@ class Scatter(Collective):
 class Collect(Gather):
     """``Gather`` with an invariant result."""
 
-    def transpose(self) -> Collective:
-        return Cut(self.group, self.dim)
+    def transpose(self) -> LinearCollective:
+        return LinearCut(self.group, self.dim)
 
 
 @dataclass(frozen=True)
-class Cut(Scatter):
+class LinearCut(Scatter):
     """This rank's slice along a dim."""
 
     name = "cut"
@@ -198,12 +198,12 @@ class Cut(Scatter):
     def start(self, x: Tensor) -> raw.Finish:
         return _rows(x, self.dim, self.group.size)[self.group.index].clone
 
-    def transpose(self) -> Collective:
+    def transpose(self) -> LinearCollective:
         return Collect(self.group, self.dim)
 
 
 @dataclass(frozen=True)
-class Exchange(Collective):
+class LinearExchange(LinearCollective):
     """Slices along one dim, one for each rank, concatenated along another dim where they arrive."""
 
     name = "all_to_all"
@@ -217,12 +217,12 @@ class Exchange(Collective):
     def shape(self, shape: Shape) -> Shape:
         return _scaled(_scaled(shape, self.split, 1, self.group.size), self.concat, self.group.size, 1)
 
-    def transpose(self) -> Collective:
-        return Exchange(self.group, self.concat, self.split)
+    def transpose(self) -> LinearCollective:
+        return LinearExchange(self.group, self.concat, self.split)
 
 
 @dataclass(frozen=True)
-class Ragged(Collective):
+class LinearRagged(LinearCollective):
     """Rows, along the dim before the last one, to ranks in unequal numbers."""
 
     name = "ragged_all_to_all"
@@ -236,12 +236,12 @@ class Ragged(Collective):
     def shape(self, shape: Shape) -> Shape:
         return (*shape[:-2], sum(self.receive), shape[-1])
 
-    def transpose(self) -> Collective:
-        return Ragged(self.group, self.receive, self.send)
+    def transpose(self) -> LinearCollective:
+        return LinearRagged(self.group, self.receive, self.send)
 
 
 @dataclass(frozen=True)
-class Permute(Collective):
+class Permute(LinearCollective):
     """Each target gets the tensor of its source, other ranks zeros."""
 
     name = "ppermute"
@@ -250,12 +250,12 @@ class Permute(Collective):
     def start(self, x: Tensor) -> raw.Finish:
         return raw.permute(self.group, x, self.pairs)
 
-    def transpose(self) -> Collective:
+    def transpose(self) -> LinearCollective:
         return Permute(self.group, tuple((target, source) for source, target in self.pairs))
 
 
 @dataclass(frozen=True)
-class Settle(Collective):
+class Settle(LinearCollective):
     """Equal values of all ranks as one value, compared if ``check``; ``label`` names them in the error.
 
     ``Spread`` restricted to equal values, so both have the same adjoint.
@@ -269,13 +269,13 @@ class Settle(Collective):
             check_invariant(self.group, x, self.label)
         return x.clone
 
-    def transpose(self) -> Collective:
+    def transpose(self) -> LinearCollective:
         """The whole cotangent on one rank."""
         return Once(self.group)
 
 
 @dataclass(frozen=True)
-class Once(Collective):
+class Once(LinearCollective):
     """The value on the first rank, zeros on all others."""
 
     sends = False
@@ -283,13 +283,13 @@ class Once(Collective):
     def start(self, x: Tensor) -> raw.Finish:
         return lambda: x.clone() if self.group.index == 0 else torch.zeros_like(x)
 
-    def transpose(self) -> Collective:
+    def transpose(self) -> LinearCollective:
         """The first rank's value, on all of them."""
         return Spread(self.group)
 
 
 @dataclass(frozen=True)
-class Spread(Collective):
+class Spread(LinearCollective):
     """The value of the first rank, on all of them."""
 
     def start(self, x: Tensor) -> raw.Finish:
@@ -297,13 +297,13 @@ class Spread(Collective):
         rows = raw.gather(self.group, x)
         return lambda: rows()[0].clone()
 
-    def transpose(self) -> Collective:
+    def transpose(self) -> LinearCollective:
         """Only the first rank's value counted."""
         return Once(self.group)
 
 
 @dataclass(frozen=True)
-class Max(Collective):
+class Max(LinearCollective):
     """The maximum over ranks. It is not linear, and has no derivative: the rank of the maximum is unknown here."""
 
     name = "pmax"
@@ -311,10 +311,10 @@ class Max(Collective):
     def start(self, x: Tensor) -> raw.Finish:
         return raw.max_all(self.group, x)
 
-    def transpose(self) -> Collective:
+    def transpose(self) -> LinearCollective:
         raise no_derivative()
 
-    def pushforward(self) -> Collective:
+    def pushforward(self) -> LinearCollective:
         raise no_derivative()
 
 

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from fshard.arguments import described
 from fshard.collectives.build import tensor, untraced
-from fshard.collectives.linear import Collect, Cut, Gather
+from fshard.collectives.linear import Collect, Gather, LinearCut
 from fshard.collectives.scope import group_of, in_scope
 from fshard.collectives.ties import applied
 from fshard.errors import CollectiveError, unknown_axis
@@ -40,7 +40,7 @@ def cut(x: Tensor, spec: P, *, mesh: Mesh | None = None) -> Tensor:
         if group.implicit:
             x = x.chunk(group.size, dim)[group.index]
         else:
-            x = applied(x, Cut(group, dim - x.dim()))
+            x = applied(x, LinearCut(group, dim - x.dim()))
     return x
 
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from fshard.arguments import kind
 from fshard.collectives import build
 from fshard.collectives.build import untraced
-from fshard.collectives.linear import Collective, Gather, Linear, Sum, Vary, apply, check_plain
+from fshard.collectives.linear import Gather, Linear, LinearCollective, LinearSum, Vary, apply, check_plain
 from fshard.collectives.raw import Finish
 from fshard.collectives.scope import AxisName, resolve
 from fshard.errors import CollectiveError
@@ -38,7 +38,7 @@ class InFlight:
     tensor([1., 1.])
     """
 
-    op: Collective
+    op: LinearCollective
     x: Tensor
     version: int
     finish: Finish | None
@@ -80,7 +80,7 @@ def done(flying: InFlight) -> Tensor:
     if not isinstance(flying, InFlight):
         raise CollectiveError(f"done takes what one of the _start functions returned, not {kind(flying)}")
     result: Tensor = Finished.apply(flying.x, flying)  # type: ignore[no-untyped-call]
-    implicit = flying.op.group.implicit and isinstance(flying.op, Sum)
+    implicit = flying.op.group.implicit and isinstance(flying.op, LinearSum)
     return apply(result, Vary(flying.op.group)) if implicit else result
 
 
@@ -99,7 +99,7 @@ def psum_start(x: Tensor, axis: AxisName, *, mesh: Mesh | None = None) -> InFlig
     [tensor([2., 2.]), tensor([2., 2.])]
     """
     build.check_addable(x, "psum_start")
-    return _start(x, Sum(resolve(axis, mesh)))
+    return _start(x, LinearSum(resolve(axis, mesh)))
 
 
 @untraced
@@ -177,7 +177,7 @@ def ppermute_start(x: Tensor, axis: AxisName, perm: Sequence[tuple[int, int]], *
     return _start(x, build.permute(resolve(axis, mesh), perm))
 
 
-def _start(x: Tensor, op: Collective) -> InFlight:
+def _start(x: Tensor, op: LinearCollective) -> InFlight:
     what = f"{op.name}_start"
     check_plain(build.tensor(x, what), what)
     with torch.no_grad():

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fshard.collectives.linear import Collective, apply, differentiable
+from fshard.collectives.linear import LinearCollective, apply, differentiable
 from fshard.collectives.scope import SCOPE
 from fshard.torch_internals import forward_ad_level, functorch
 
@@ -72,7 +72,7 @@ def ties_of(args: Sequence[Any]) -> Ties | None:
     return Ties(anchors, len(functorch.get_interpreter_stack() or ())) if anchors else None
 
 
-def applied(x: Tensor, *ops: Collective) -> Tensor:
+def applied(x: Tensor, *ops: LinearCollective) -> Tensor:
     """Differentiable collectives in sequence, of a tensor of user code."""
     scope = SCOPE.get()
     ties: Ties | None = scope.ties if scope is not None else None

@@ -18,7 +18,7 @@ from fshard.runtime.execution.update_memory import state_needs, update_needs
 from fshard.runtime.memory.optimizer_layout import beside_bytes, shard_bytes
 from fshard.schedule.auto import Candidate, tried
 from fshard.schedule.build import build
-from fshard.schedule.candidates import Task, candidates
+from fshard.schedule.candidates import PolicyTask, candidates
 from fshard.schedule.footprint import Footprint, Need
 from fshard.schedule.infos import between, communicators, fast_axes, group_infos
 from fshard.schedule.policy import Policy
@@ -79,7 +79,7 @@ class Foresight:
     tokens: int
     flops: int
     scaling: Mapping[int, float]
-    task: Task = field(repr=False)
+    task: PolicyTask = field(repr=False)
     words: str = ""
     host_bytes: int = 0
 
@@ -130,7 +130,7 @@ def foresee(
     batch: Any,
     hardware: Hardware,
     progress: Progress = lambda what, part: None,
-    task: Task | None = None,
+    task: PolicyTask | None = None,
 ) -> Foresight:
     """What a step would hold, send and take.
 
@@ -184,16 +184,16 @@ def for_gpus(plan: Plan) -> Plan:
     return on_device(plan, GPU)
 
 
-def task_of(step: TrainStep, found: Trace, plan: Plan) -> Task:
+def task_of(step: TrainStep, found: Trace, plan: Plan) -> PolicyTask:
     """What policies are tried for."""
     if not found.needs:
         raise PlanError("a run has found this program, which depends on values of tensors: it cannot be foreseen")
     schedule, accumulate = found.schedule, step.options.accumulate
-    bare = Task(schedule.program, schedule.groups, found.needs, accumulate, axes=found.program_axes)
+    bare = PolicyTask(schedule.program, schedule.groups, found.needs, accumulate, axes=found.program_axes)
     return on_plan(replace(bare, graphs=found.graphs, flops=found.flops or 0), plan, step)
 
 
-def on_plan(task: Task, plan: Plan, step: TrainStep) -> Task:
+def on_plan(task: PolicyTask, plan: Plan, step: TrainStep) -> PolicyTask:
     """The task on the groups of another plan of the same leaves, with the optimizer of a step."""
     state = state_needs(plan, contract(step.opt), step.options.clip.number, step.options.donate)
     beside = tuple(task.groups[len(plan.groups) :])  # these travel between steps
@@ -269,7 +269,9 @@ def resized(plan: Plan, axis: str, size: int) -> Mesh:
     return abstract_mesh(sizes, plan.mesh.axis_names, device=GPU)
 
 
-def scaling(task: Task, plan: Plan, hardware: Hardware, policy: Policy, opt: Contract) -> Iterator[tuple[int, float]]:
+def scaling(
+    task: PolicyTask, plan: Plan, hardware: Hardware, policy: Policy, opt: Contract
+) -> Iterator[tuple[int, float]]:
     """Seconds of a step with fewer ranks along the first data axis, and as large batches each. None of outer steps."""
     if plan.source is None:
         return

@@ -8,7 +8,7 @@ from fshard.errors import PlanError, lines
 from fshard.foresight.host_memory import frozen_seconds, host_copies, update_seconds
 from fshard.foresight.packing import packing_seconds
 from fshard.schedule.auto import Candidate
-from fshard.schedule.candidates import Task
+from fshard.schedule.candidates import PolicyTask
 from fshard.schedule.costs import Costs
 from fshard.schedule.infos import between, communicators
 from fshard.schedule.machines import COMMUNICATOR, Cluster, Speed, foreseen_costs, named_device, named_link, speed
@@ -79,7 +79,7 @@ class Hardware:
         there = f", {size_text(int(self.host.bytes_per_s))} a second in updates there"
         return words + (there if self.costs is None else "")
 
-    def of(self, task: Task, plan: Plan) -> Costs:
+    def of(self, task: PolicyTask, plan: Plan) -> Costs:
         """What ops cost on it, what packs and unpacks formats and what updates parameters included.
 
         Raises:
@@ -101,16 +101,16 @@ class Hardware:
         copies |= self.costs.copies
         return self.costs.over(Costs(moved, links=links, processors=self.costs.processors, copies=copies))
 
-    def held(self, plan: Plan, tried: Candidate, task: Task) -> int:
+    def held(self, plan: Plan, tried: Candidate, task: PolicyTask) -> int:
         """Bytes that a policy holds beside the state, communicators included."""
         return tried.memory.peak_bytes + self.joined(plan, tried.policy.secondary, task)
 
-    def joined(self, plan: Plan, secondary: Axes, task: Task) -> int:
+    def joined(self, plan: Plan, secondary: Axes, task: PolicyTask) -> int:
         """Bytes of communicators, with secondary shards over these axes."""
         return self.communicator * (len(communicators(plan, secondary, task.axes)) + len(between(task.groups)))
 
 
-def check_costs(costs: Costs, task: Task, name: str) -> None:
+def check_costs(costs: Costs, task: PolicyTask, name: str) -> None:
     """Refuse costs of other units than a program has, and such as lack some: these would take no time.
 
     Raises:

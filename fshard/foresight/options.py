@@ -6,7 +6,7 @@ from typing import Any
 
 from fshard import markup
 from fshard.arguments import size_text
-from fshard.schedule.candidates import Task
+from fshard.schedule.candidates import PolicyTask
 from fshard.schedule.policy import Policy
 from fshard.schedule.simulate import time_text
 from fshard.sharding.mesh import Mesh
@@ -88,7 +88,7 @@ class Search:
     options: Sequence[Option]
     refused: Mapping[str, str] = field(default_factory=dict)
     words: str = ""
-    task: Task | None = field(default=None, repr=False, compare=False)
+    task: PolicyTask | None = field(default=None, repr=False, compare=False)
 
     @property
     def best(self) -> Option:

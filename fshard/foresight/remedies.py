@@ -11,7 +11,7 @@ from fshard.foresight.foresee import Foresight, on_plan, resized, scalable, stat
 from fshard.runtime.engine.batch import along_rows
 from fshard.schedule.auto import Candidate, timed
 from fshard.schedule.build import build
-from fshard.schedule.candidates import Task, candidates
+from fshard.schedule.candidates import PolicyTask, candidates
 from fshard.schedule.footprint import footprint
 from fshard.schedule.policy import Policy
 from fshard.schedule.simulate import time_text
@@ -126,7 +126,7 @@ def closing(seen: Foresight, found: Sequence[Remedy]) -> Iterator[str]:
         )
 
 
-def _remedy(seen: Foresight, step: TrainStep, change: str, task: Task, plan: Plan, parts: int = 1) -> Remedy:
+def _remedy(seen: Foresight, step: TrainStep, change: str, task: PolicyTask, plan: Plan, parts: int = 1) -> Remedy:
     """What a task would hold and take on a plan, under the policy that holds least.
 
     Args:
@@ -149,14 +149,14 @@ def _remedy(seen: Foresight, step: TrainStep, change: str, task: Task, plan: Pla
     return Remedy(change, peak, peak <= (seen.hardware.memory or 0), seconds)
 
 
-def _peak(seen: Foresight, policy: Policy, task: Task, plan: Plan) -> int:
+def _peak(seen: Foresight, policy: Policy, task: PolicyTask, plan: Plan) -> int:
     """What a policy holds beside the state, which takes less to know than its time."""
     schedule = build(task.program, task.under(policy).groups, policy, task.accumulate, task.train)
     memory = footprint(schedule, task.needs, task.graphs)
     return memory.peak_bytes + seen.hardware.joined(plan, policy.secondary, task)
 
 
-def _fewer_rows(held: Callable[..., Remedy], change: str, task: Task, plan: Plan, rows: int) -> Remedy:
+def _fewer_rows(held: Callable[..., Remedy], change: str, task: PolicyTask, plan: Plan, rows: int) -> Remedy:
     """The largest microbatches that fit, by halves; if none does, the largest that hold hardly more than any.
 
     Args:
@@ -176,7 +176,7 @@ def _fewer_rows(held: Callable[..., Remedy], change: str, task: Task, plan: Plan
     return next(each for each in found if each.enough or WORTH * each.peak_bytes <= least)
 
 
-def _of_half_the_rows(task: Task) -> Task:
+def _of_half_the_rows(task: PolicyTask) -> PolicyTask:
     """Twice as many microbatches, of half the rows each."""
     halves = ("peak", "after", "flops", "moved", "bare")
     less = [replace(need, **{name: getattr(need, name) // 2 for name in halves}) for need in task.needs]
@@ -211,7 +211,7 @@ def _moved(rule: Rule, given: Mapping[str, Any]) -> Rule:
     return replace(rule, **{"opt_memory_kind": None, **given}) if here and given else rule
 
 
-def _more_ranks(seen: Foresight, step: TrainStep, task: Task) -> Iterator[Remedy]:
+def _more_ranks(seen: Foresight, step: TrainStep, task: PolicyTask) -> Iterator[Remedy]:
     """The fewest ranks that do, in doublings of the first data axis that shards parameters."""
     if seen.plan.source is None:  # of one replica of fs.outer
         return

@@ -19,7 +19,7 @@ from fshard.foresight.jobs import Job, job_of
 from fshard.foresight.options import EXACT, Option, Search, shape_of, words_of
 from fshard.schedule.auto import Candidate, timed, weighed
 from fshard.schedule.build import Builds
-from fshard.schedule.candidates import Task, candidates
+from fshard.schedule.candidates import PolicyTask, candidates
 from fshard.schedule.costs import Costs
 from fshard.schedule.simulate import Simulation
 from fshard.sharding.mesh import Mesh, abstract_mesh
@@ -82,7 +82,7 @@ def search(
     meshes = shapes(meshes, hardware.cluster.per_host) if isinstance(meshes, int) else [*meshes]
     if not meshes:
         raise PlanError("search: no mesh is given: give a number of ranks, or fs.abstract_mesh(...) of each shape")
-    found, refused = Programs(job, remats, formats).tried(meshes, hardware, progress)
+    found, refused = JobPrograms(job, remats, formats).tried(meshes, hardware, progress)
     if not found:
         problems = [f"{shape}: {why}" for shape, why in refused.items()]
         raise PlanError(lines("no mesh can be used", problems, "Give other meshes, or rules for their axes."))
@@ -90,7 +90,7 @@ def search(
     return Search([option for option, _ in found], refused, hardware.words, found[0][1])
 
 
-def _order(found: tuple[Option, Task]) -> tuple[float, int]:
+def _order(found: tuple[Option, PolicyTask]) -> tuple[float, int]:
     """Those that fit first, by rows a second, longer ones the more; the others by what they hold."""
     option, _ = found
     return (-option.rows_per_s * option.shared if option.fits else 0.0, option.peak_bytes)
@@ -135,23 +135,23 @@ def shapes(ranks: int, per_host: int) -> list[Mesh]:
     return found
 
 
-class Programs:
+class JobPrograms:
     """The steps of a job on each mesh. A program is traced once for all plans with the same groups of whole leaves."""
 
     def __init__(self, job: Any, remats: Sequence[Any], wires: Sequence[Wire | str | None]) -> None:
         self.job, self.remats, self.wires = job, remats, wires
-        self.tasks: dict[Any, Task] = {}
+        self.tasks: dict[Any, PolicyTask] = {}
         self.builds = Builds()
 
     def tried(
         self, meshes: Sequence[Mesh], hardware: Hardware, progress: Progress
-    ) -> tuple[list[tuple[Option, Task]], dict[str, str]]:
+    ) -> tuple[list[tuple[Option, PolicyTask]], dict[str, str]]:
         """All options, with their tasks; and the meshes, and formats on them, that cannot be used, with the reasons.
 
         Raises:
             PlanError: there are formats to try, and the job has its own.
         """
-        options: list[tuple[Option, Task]] = []
+        options: list[tuple[Option, PolicyTask]] = []
         refused: dict[str, str] = {}
         for number, mesh in enumerate(meshes):
             shape = shape_of(mesh)
@@ -210,7 +210,7 @@ class Programs:
             yield shape_of(plan.mesh)
 
 
-Way = tuple[Any, TrainStep, Any, Task]
+Way = tuple[Any, TrainStep, Any, PolicyTask]
 """Recomputation, step, batch and task."""
 
 
@@ -218,7 +218,7 @@ def _reason(error: PlanError) -> str:
     return " ".join(map(str.strip, str(error).splitlines()[:2]))
 
 
-def _best(remat: Any, step: TrainStep, batch: Any, task: Task, hardware: Hardware, builds: Builds) -> Option:
+def _best(remat: Any, step: TrainStep, batch: Any, task: PolicyTask, hardware: Hardware, builds: Builds) -> Option:
     """The fastest policy that fits; the one that holds least, if none does."""
     plan = for_gpus(step.plan)
     wire = EXACT if plan.source is None else plan.source.wire
@@ -239,12 +239,12 @@ def _best(remat: Any, step: TrainStep, batch: Any, task: Task, hardware: Hardwar
     return Option(plan.mesh, remat, wire, chosen.policy, state + held(chosen), *times, mfu, fits, shared)
 
 
-def _timed(task: Task, costs: Costs, builds: Builds) -> list[Simulation]:
+def _timed(task: PolicyTask, costs: Costs, builds: Builds) -> list[Simulation]:
     """What a step takes under each policy."""
     return [timed(task, policy, costs, builds.build) for policy in candidates(task, "deferred")]
 
 
-def _fastest(task: Task, runs: list[Simulation], held: Callable[[Candidate], int], limit: float) -> Candidate:
+def _fastest(task: PolicyTask, runs: list[Simulation], held: Callable[[Candidate], int], limit: float) -> Candidate:
     """The fastest policy within a limit, and of equally fast ones the one that holds least; else the one of all.
 
     What a policy holds takes as long to find as its time, so that is done for those alone that may be chosen.

@@ -37,7 +37,7 @@ class Generated(NamedTuple):
     logprobs: list[Tensor]
 
 
-class Rows:
+class Sequences:
     """The sequences of one rank while they grow.
 
     Attributes:
@@ -129,7 +129,7 @@ class Generate:
             return self._generated(state, self._rows(prompts, max_new, sampling, eos), max_new, sampling, first)
 
     def _generated(
-        self, state: TrainState, rows: Rows, max_new: int, sampling: Sampling | None, first: int | None
+        self, state: TrainState, rows: Sequences, max_new: int, sampling: Sampling | None, first: int | None
     ) -> Generated:
         sampling = sampling or Sampling(0.0)
         first = self.plan.data_rank * rows.count if first is None else first
@@ -142,7 +142,7 @@ class Generate:
                 rows.take(*sampling(found["last"], at, first), found["cache"])
         return rows.generated()
 
-    def _rows(self, prompts: Any, max_new: Any, sampling: Any, eos: Any) -> Rows:
+    def _rows(self, prompts: Any, max_new: Any, sampling: Any, eos: Any) -> Sequences:
         """The prompts, if they and the options are right."""
         kinds = Tensor if isinstance(prompts, str) else (Sequence, Tensor)
         wants: list[Want] = [
@@ -162,7 +162,7 @@ class Generate:
         ]
         if wrong:
             raise PlanError(lines("generate takes prompts of one token or more, 1-D:", wrong, "Encode them first."))
-        return Rows(rows, eos, self.plan.mesh.device)
+        return Sequences(rows, eos, self.plan.mesh.device)
 
     def _read(self, params: Any, batch: Mapping[str, Any]) -> dict[str, Any]:
         """The logits after the last token and the cache; and whether any rank still goes on."""
@@ -170,7 +170,7 @@ class Generate:
         logits, cache = read(self.forward, params, batch["tokens"], batch["cache"], places)
         return {"last": logits[:, -1], "cache": cache, "going": Mean(batch["active"].float(), 1)}
 
-    def _alone(self, params: Any, rows: Rows) -> dict[str, Any]:
+    def _alone(self, params: Any, rows: Sequences) -> dict[str, Any]:
         """The same of whole weights: no rank waits for another."""
         found = self._read(params, rows.batch())
         return {**found, "going": found["going"].total}

@@ -14,7 +14,7 @@ from fshard.interchange.hf_names import persistent, unsaved
 from fshard.interchange.rename import RenameLike, apply_rules
 from fshard.interchange.source import PartSource, TensorSource
 from fshard.model.init import Initializer
-from fshard.model.table import Table
+from fshard.model.table import ModuleTable
 from fshard.sharding.plan import Plan
 
 
@@ -61,7 +61,7 @@ def own_values(
     there = apply_rules(rename, source.tensors, source.name)
     lacking = [path for path in unsaved(module) if path in plan.leaves and path not in there]
     values = {path: _own_value(module, path) for path in sorted(lacking)}
-    return [(re.escape(path), Table(value)) for path, value in values.items() if value is not None]
+    return [(re.escape(path), ModuleTable(value)) for path, value in values.items() if value is not None]
 
 
 def _own_value(module: Any, path: str) -> Tensor | None:

@@ -4,10 +4,10 @@ from fshard.model import init, philox
 from fshard.model.init import Initializer
 from fshard.model.meta import empty_weights
 from fshard.model.split import Model, split
-from fshard.model.unit import Engine, Slot, Unit, attach, slot_of, unit
+from fshard.model.unit import Slot, Unit, UnitEngine, attach, slot_of, unit
 
 __all__ = [
-    "Engine",
+    "UnitEngine",
     "Initializer",
     "Model",
     "Slot",

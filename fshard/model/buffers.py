@@ -41,7 +41,7 @@ class _Kept(NamedTuple):
         return same and self.clone._version == self.version and _plain()
 
 
-class Tracker:
+class BufferTracker:
     """Clones the buffers of a module, each of which has some places in it, and finds those that a call changed."""
 
     def __init__(self, module: nn.Module, places: Sequence[Sequence[Place]]) -> None:

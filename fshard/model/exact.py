@@ -189,7 +189,7 @@ class Transforms(NamedTuple):
     nested: bool  # whether a derivative of a forward derivative is taken
 
 
-class Rule(NamedTuple):
+class OperatorRule(NamedTuple):
     """When an operator is computed in another way, and by which formula; None for ``by_reverse``."""
 
     when: Callable[[Transforms], int]
@@ -207,34 +207,38 @@ def _second(under: Transforms) -> bool:
     return under.forward > 0 or under.order > 1
 
 
-RULES: Mapping[Op, Rule] = {
+RULES: Mapping[Op, OperatorRule] = {
     # Formulas that take statistics, or factors of a matrix, for constants.
-    F.layer_norm: Rule(_third, layer_norm),
-    torch.layer_norm: Rule(_third, layer_norm),
-    torch.native_layer_norm: Rule(_third, native_layer_norm),
-    F.batch_norm: Rule(_third, batch_norm),
-    torch.batch_norm: Rule(_third, raw(batch_norm)),
-    torch.native_batch_norm: Rule(_third, native_batch_norm),
-    F.instance_norm: Rule(_third, instance_norm),
-    torch.instance_norm: Rule(_third, raw(instance_norm)),
-    **{getattr(space, name): Rule(_nested) for space in (torch, Tensor) for name in ("det", "logdet", "slogdet")},
+    F.layer_norm: OperatorRule(_third, layer_norm),
+    torch.layer_norm: OperatorRule(_third, layer_norm),
+    torch.native_layer_norm: OperatorRule(_third, native_layer_norm),
+    F.batch_norm: OperatorRule(_third, batch_norm),
+    torch.batch_norm: OperatorRule(_third, raw(batch_norm)),
+    torch.native_batch_norm: OperatorRule(_third, native_batch_norm),
+    F.instance_norm: OperatorRule(_third, instance_norm),
+    torch.instance_norm: OperatorRule(_third, raw(instance_norm)),
     **{
-        getattr(torch.linalg, name): Rule(_nested)
+        getattr(space, name): OperatorRule(_nested)
+        for space in (torch, Tensor)
+        for name in ("det", "logdet", "slogdet")
+    },
+    **{
+        getattr(torch.linalg, name): OperatorRule(_nested)
         for name in ("det", "slogdet", "solve", "solve_ex", "tensorsolve", "householder_product", "eig", "eigvals")
     },
     # No forward derivative, or none of the gradient.
-    F.mse_loss: Rule(_forward, mse_loss),
-    F.huber_loss: Rule(_forward, huber_loss),
-    F.soft_margin_loss: Rule(_forward, soft_margin_loss),
-    F.glu: Rule(_forward, glu),
-    F.grid_sample: Rule(_forward),
-    torch.grid_sampler: Rule(_forward),
-    F.scaled_dot_product_attention: Rule(_second, attention),
+    F.mse_loss: OperatorRule(_forward, mse_loss),
+    F.huber_loss: OperatorRule(_forward, huber_loss),
+    F.soft_margin_loss: OperatorRule(_forward, soft_margin_loss),
+    F.glu: OperatorRule(_forward, glu),
+    F.grid_sample: OperatorRule(_forward),
+    torch.grid_sampler: OperatorRule(_forward),
+    F.scaled_dot_product_attention: OperatorRule(_second, attention),
     # A wrong forward derivative, and a wrong second one.
-    torch.cholesky_inverse: Rule(_forward),
-    torch.scatter_reduce: Rule(_forward),
-    torch.Tensor.scatter_reduce: Rule(_forward),
-    fused_weight_norm: Rule(_second, weight_norm),
+    torch.cholesky_inverse: OperatorRule(_forward),
+    torch.scatter_reduce: OperatorRule(_forward),
+    torch.Tensor.scatter_reduce: OperatorRule(_forward),
+    fused_weight_norm: OperatorRule(_second, weight_norm),
 }
 """Operators whose derivatives are wrong or missing in PyTorch 2.11 to 2.13."""
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import nn
 
-from fshard.model.buffers import Tracker
+from fshard.model.buffers import BufferTracker
 from fshard.model.leaves import LeafOrder
 from fshard.model.objects import held
 from fshard.model.refusals import assigned, reaches_outside, written_elsewhere
@@ -47,7 +47,7 @@ class Body:
     """
 
     def __init__(
-        self, template: Template, params: LeafOrder, buffers: LeafOrder, tracker: Tracker, unit: str = ""
+        self, template: Template, params: LeafOrder, buffers: LeafOrder, tracker: BufferTracker, unit: str = ""
     ) -> None:
         self.params = params
         self.buffers = buffers

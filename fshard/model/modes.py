@@ -14,7 +14,7 @@ from fshard.model.objects import tensors_in
 from fshard.patterns import closest
 
 
-class Modes:
+class ModuleModes:
     """The pure functions of a module: as it was split, in training mode, and in evaluation mode.
 
     Args:

@@ -138,7 +138,7 @@ def uniform(
     True
     """
     dtype = _floating(dtype)
-    words = _draw(key, Part.of(shape, start, of), integers)
+    words = _draw(key, DrawnBox.of(shape, start, of), integers)
     bits = _BITS[dtype]
     return (words >> (32 - bits)).to(dtype) * 2.0**-bits
 
@@ -165,7 +165,7 @@ def normal(
     True
     """
     dtype = _floating(dtype)
-    return _draw(key, Part.of(shape, start, of), to_normal).to(dtype)
+    return _draw(key, DrawnBox.of(shape, start, of), to_normal).to(dtype)
 
 
 def bernoulli(
@@ -200,7 +200,7 @@ def bernoulli(
         )
     if shape is None:
         shape = p.shape if isinstance(p, Tensor) else ()
-    words = _draw(key, Part.of(shape, start, of), integers)
+    words = _draw(key, DrawnBox.of(shape, start, of), integers)
     return words.double() < (p.detach().double() if isinstance(p, Tensor) else p) * 2.0**32
 
 
@@ -246,7 +246,7 @@ def checked() -> Reuse:
 
 
 @dataclass(frozen=True)
-class Part:
+class DrawnBox:
     """A box in a draw. Dim 0 of ``whole`` is -1 if its length is not given."""
 
     shape: tuple[int, ...]
@@ -254,7 +254,7 @@ class Part:
     whole: tuple[int, ...]
 
     @staticmethod
-    def of(shape: Sequence[int], start: Start, whole: Sequence[int] | None) -> "Part":
+    def of(shape: Sequence[int], start: Start, whole: Sequence[int] | None) -> "DrawnBox":
         """The box that a caller named, checked."""
         shape = _ints("shape", shape)
         sizes = (-1, *shape[1:])[: len(shape)] if whole is None else _ints("of", whole)
@@ -268,7 +268,7 @@ class Part:
                 f"a part of shape {list(shape)} that begins at {list(starts) or start} does not lie in a draw of shape "
                 f"{list(whole) if whole is not None else ['any', *shape[1:]]}: give start= and of= of the global tensor"
             )
-        return Part(shape, starts, sizes)
+        return DrawnBox(shape, starts, sizes)
 
     def first(self) -> int | Tensor | None:
         """The position of the first element of a run of whole rows; None if the box is no such run."""
@@ -299,7 +299,7 @@ def _inside(first: int | Tensor, size: int, limit: int) -> bool:
     return first >= 0 and (limit == -1 or first + size <= limit)
 
 
-def _draw(key: Tensor, part: Part, finish: Callable[[Words], Tensor]) -> Tensor:
+def _draw(key: Tensor, part: DrawnBox, finish: Callable[[Words], Tensor]) -> Tensor:
     """Draw the words of the part's positions, and convert them with ``finish``."""
     if has_torch_function_unary(key):  # ``checked()`` is one of those modes
         drawn: Tensor = handle_torch_function(_draw, (key,), key, part, finish)

@@ -128,12 +128,12 @@ class Recomputed:
 
         again = Recomputed(fn, False, self.autocast, self.context, self.reverse, self.what)
         with explained(self.what):
-            found = Remat.apply(again, *tensors, *more)  # type: ignore[no-untyped-call]
+            found = RematFunction.apply(again, *tensors, *more)  # type: ignore[no-untyped-call]
         return dict(zip(wanted if rule is _vjp else places, found, strict=True))
 
 
-class Remat(torch.autograd.Function):
-    """``Remat.apply(call, *tensors)``: the call's result, whose derivatives compute it again."""
+class RematFunction(torch.autograd.Function):
+    """``RematFunction.apply(call, *tensors)``: the call's result, whose derivatives compute it again."""
 
     generate_vmap_rule = True
 
@@ -221,7 +221,7 @@ def _again(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
         what = getattr(fn, "__name__", "")
         call = Recomputed(flat, True, autocast_state(), contextvars.copy_context(), reverse, what)
         with explained(what):
-            outs = iter(Remat.apply(call, *tensors.values()))  # type: ignore[no-untyped-call]
+            outs = iter(RematFunction.apply(call, *tensors.values()))  # type: ignore[no-untyped-call]
     return tree.unflatten(out_spec, [next(outs) if value is None else value[0] for value in result])
 
 

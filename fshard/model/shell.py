@@ -11,7 +11,7 @@ from fshard.model.buffers import Place
 from fshard.model.leaves import LeafOrder
 from fshard.model.refusals import changed_from_outside
 from fshard.model.unit import Unit
-from fshard.model.writes import Flag, Glance, More, PriorWrites, ResultAndWrites, Scene, Surface, View
+from fshard.model.writes import Flag, Glance, More, PriorWrites, ResultAndWrites, Scene, Surface, TableView
 
 
 class InstanceTensors:
@@ -58,7 +58,7 @@ class Shell:
     unit: Unit
     params: tuple[LeafOrder, tuple[int, ...]]
     buffers: Mapping[str, int]
-    views: Sequence[View]
+    views: Sequence[TableView]
 
     def forward(self, tensors: InstanceTensors, modules: "UnitModules") -> Callable[..., Any]:
         """The forward of the module in an instance."""

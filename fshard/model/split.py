@@ -17,14 +17,14 @@ from torch import Tensor, nn
 from fshard import errors, tree
 from fshard.hints import hinting
 from fshard.model import refusals
-from fshard.model.buffers import Place, Tracker
+from fshard.model.buffers import BufferTracker, Place
 from fshard.model.choose import Pattern, chosen
 from fshard.model.defaults import deduce
 from fshard.model.init import Initializer
 from fshard.model.instance import FORWARD, Body
 from fshard.model.leaves import LeafOrder, find_places, ignored, tied
 from fshard.model.meta import check_module, private_copy
-from fshard.model.modes import Modes
+from fshard.model.modes import ModuleModes
 from fshard.model.own import mark_own
 from fshard.model.shell import Shell
 from fshard.model.template import Numbers, Template
@@ -167,8 +167,8 @@ class Model:
         return [leaf._version for leaf in tree.leaves(self.ignored)] if self.ignored else []
 
     @functools.cached_property
-    def _modes(self) -> Modes:
-        return Modes(self._body, lambda twin: _body(twin, self._body.params, self._body.buffers, self.units))
+    def _modes(self) -> ModuleModes:
+        return ModuleModes(self._body, lambda twin: _body(twin, self._body.params, self._body.buffers, self.units))
 
     @property
     def frozen(self) -> frozenset[str]:
@@ -269,7 +269,7 @@ def _body(twin: nn.Module, params: LeafOrder, buffers: LeafOrder, units: Sequenc
     leaves, states = _numbers(find_places(twin, "_parameters"), params), _numbers(places, buffers)
     modules = {name: twin.get_submodule(name) for name in units}
     shells = {id(unit): _shell(name, unit, twin, leaves, states) for name, unit in modules.items()}
-    tracker = Tracker(twin, [places[path] for path in buffers.paths])
+    tracker = BufferTracker(twin, [places[path] for path in buffers.paths])
     return Body(Template(twin, twin, leaves, states, shells), params, buffers, tracker)
 
 
@@ -278,7 +278,7 @@ def _shell(name: str, module: nn.Module, twin: nn.Module, leaves: Numbers, state
     own, held = find_places(module, "_parameters"), find_places(module, "_buffers")
     params, buffers = LeafOrder(f"params of {name}", own), LeafOrder(f"buffers of {name}", held)
     template = Template(module, twin, _numbers(own, params), _numbers(held, buffers), {})
-    body = Body(template, params, buffers, Tracker(module, [held[path] for path in buffers.paths]), name)
+    body = Body(template, params, buffers, BufferTracker(module, [held[path] for path in buffers.paths]), name)
     stateful = bool(buffers.paths)
 
     def number(numbers: Numbers, places: Sequence[Place]) -> int:

@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 @dataclass(frozen=True, eq=False)
-class Table:
+class ModuleTable:
     """Values that a whole leaf begins with.
 
     >>> Table(torch.arange(6.0).view(2, 3))(0, (2, 3), torch.tensor([1, 4]))

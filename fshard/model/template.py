@@ -23,7 +23,7 @@ from fshard.model.containers import copied, holds, inside, outline
 from fshard.model.elsewhere import Elsewhere
 from fshard.model.objects import Shared
 from fshard.model.shell import InstanceTensors, Shell, UnitModules
-from fshard.model.writes import BASE, CACHES, HOOKS, Flag, Glance, More, Scene, Surface, View, tables, view
+from fshard.model.writes import BASE, CACHES, HOOKS, Flag, Glance, More, Scene, Surface, TableView, tables, view
 
 Numbers = Mapping[tuple[int, str], int]
 """By place, the identity of the template's dict and a name in it, the number of its leaf."""
@@ -143,7 +143,7 @@ class Template:
             len(found | {"forward": None} if part.shell else found) + len(found["_buffers"])
             for part, found in zip(self._parts, entries, strict=True)
         ]
-        self.views: Sequence[View] = views
+        self.views: Sequence[TableView] = views
         hidden = self._hidden()
         self.scene = Scene(views, sizes, hidden)
         below: dict[int, tuple[Sequence[int], Scene]] = {}

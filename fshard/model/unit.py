@@ -21,7 +21,7 @@ from fshard.tree import Tree
 _ATTRIBUTE = "_fshard_slot"
 
 
-class Engine(Protocol):
+class UnitEngine(Protocol):
     """Runs the units of a program."""
 
     def call(self, unit: "Unit", params: Tree, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -36,7 +36,7 @@ class Slot:
     By their maker, ``instances`` are the copies of modules that hold the tensor; they live as long as the tensor.
     """
 
-    engine: Engine
+    engine: UnitEngine
     path: str  # of the leaf in the whole parameter tree
     casting: Casting | None = None  # of inputs and results of units
     shape: tuple[int, ...] | None = None  # the whole leaf's, whatever part of it the tensor holds; None if unknown

@@ -120,7 +120,7 @@ def tables(flag: Flag) -> tuple[type[OrderedDict[Any, Any]], type[dict[Any, Any]
 
 
 @dataclass(frozen=True, slots=True)
-class View:
+class TableView:
     """The attributes of one module before the call.
 
     Attributes:
@@ -144,12 +144,12 @@ class View:
     known: frozenset[str]
 
 
-def view(path: str, entries: Mapping[str, Any], without: Iterable[str] = ()) -> View:
+def view(path: str, entries: Mapping[str, Any], without: Iterable[str] = ()) -> TableView:
     """The view of a module with this dict, without some names."""
     names = [name for name in entries if name not in BASE and name not in without]
     holding = {name: outline(entries[name]) for name in names if holds(entries[name])}
     flat = tuple(name for name in names if name not in holding)
-    return View(
+    return TableView(
         path=path,
         names=flat,
         kept=tuple([entries[name] for name in flat]),
@@ -170,7 +170,7 @@ class Scene:
         hidden: the numbers of modules that nothing leads to but the children of a unit's stand-in.
     """
 
-    def __init__(self, views: Sequence[View], sizes: Sequence[int], hidden: Iterable[int] = ()) -> None:
+    def __init__(self, views: Sequence[TableView], sizes: Sequence[int], hidden: Iterable[int] = ()) -> None:
         self.views, self.sizes, self.size, self.hidden = views, sizes, sum(sizes), frozenset(hidden)
         self.reads = [seen.read for seen in views]
         self.kept = [x for seen in views for x in seen.kept]
@@ -319,7 +319,7 @@ class Surface:
         return self._entries[number].get(name)
 
 
-def _changed(seen: View, entries: dict[str, Any], own: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
+def _changed(seen: TableView, entries: dict[str, Any], own: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
     """The attributes of a module that differ from its view, and the buffers that are new."""
     for name, was in chain(zip(seen.names, seen.kept, strict=True), seen.holding, own):
         now = entries.get(name, Gone.GONE)

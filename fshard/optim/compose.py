@@ -164,7 +164,7 @@ def masked(opt: Optimizer, pattern: str) -> partition:
     return partition([(pattern, opt), (ANY, None)])
 
 
-class Change(Protocol):
+class GradientChange(Protocol):
     """A change of gradients in front of an optimizer: elementwise, in place, without state."""
 
     def apply(self, params: list[Tensor], grads: list[Tensor], step: int) -> None:
@@ -280,7 +280,7 @@ class chain(Inner):  # noqa: N801
     tensor([-0.5000, -0.2500])
     """
 
-    changes: tuple[Change, ...]
+    changes: tuple[GradientChange, ...]
 
     def __init__(self, *parts: Any) -> None:
         problems = checks.optimizer("the last part", parts[-1]) if parts else ["no parts were given"]

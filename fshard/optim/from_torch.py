@@ -14,7 +14,7 @@ from fshard.optim import checks
 from fshard.optim.base import Rate, State, States, Tensors, Unfused
 from fshard.optim.decay import Decay, Masked, decays
 from fshard.optim.form import Form
-from fshard.optim.trial import Found, MisfitError, compare, find, steps_on_cpu
+from fshard.optim.trial import MisfitError, TrialState, compare, find, steps_on_cpu
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class from_torch(Masked, Unfused):  # noqa: N801 - reads as the function it is i
     lr: Rate
     decay: Decay
     kwargs: Mapping[str, Any]
-    found: Found = field(repr=False, compare=False)
+    found: TrialState = field(repr=False, compare=False)
 
     def __init__(
         self, cls: type[torch.optim.Optimizer], *, lr: Rate | None = None, decay: Decay = None, **kwargs: Any

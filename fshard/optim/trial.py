@@ -60,7 +60,7 @@ class Buffer:
 
 
 @dataclass(frozen=True)
-class Found:
+class TrialState:
     """What a class keeps of a parameter.
 
     Attributes:
@@ -94,7 +94,7 @@ class MisfitError(Exception):
         self.elementwise = elementwise
 
 
-def find(make: Make) -> Found:
+def find(make: Make) -> TrialState:
     """What a class keeps of a parameter, found by updates of its own.
 
     Raises:
@@ -110,7 +110,7 @@ def find(make: Make) -> Found:
     rows = [[] if isinstance(rows, Exception) else rows[-1:] for rows in (first, wider, narrow)]
     last = {name: [next(iter(row), {}).get(name) for row in rows] for name in names}
     buffers = {name: _buffer(name, last[name], start.get(name), _since(name, first)) for name in names}
-    return Found(buffers, first[0]["step"] if counted else None)
+    return TrialState(buffers, first[0]["step"] if counted else None)
 
 
 def _counted(history: list[dict[str, Any]]) -> bool:

@@ -31,7 +31,7 @@ ROLE = KINDS["exchange"].role
 
 
 @dataclass(frozen=True, eq=False)
-class Flight:
+class FragmentFlight:
     """A fragment under way.
 
     Attributes:
@@ -71,7 +71,7 @@ class Exchange:
         """The bytes of a message with this fragment."""
         return self.fragments[number].nbytes
 
-    def send(self, number: int, step: int, shards: Shards, stop: bool = False, again: bool = False) -> Flight:
+    def send(self, number: int, step: int, shards: Shards, stop: bool = False, again: bool = False) -> FragmentFlight:
         """Send a fragment's difference to the other replicas. Collective within a replica.
 
         Args:
@@ -94,7 +94,7 @@ class Exchange:
                 _buffer(shards, DELTA, cut).copy_(view)
         return self._start(number, step, value, stop)
 
-    def receive(self, flight: Flight, shards: Shards) -> bool:
+    def receive(self, flight: FragmentFlight, shards: Shards) -> bool:
         """Wait for a fragment, and move the anchor and this replica's parameters by it. Says whether a rank stops.
 
         Raises:
@@ -124,7 +124,7 @@ class Exchange:
                 param.copy_(anchor)
         return any(stop for *_, stop in heads)
 
-    def _start(self, number: int, step: int, value: Tensor, stop: bool) -> Flight:
+    def _start(self, number: int, step: int, value: Tensor, stop: bool) -> FragmentFlight:
         """Start the transfer of a difference. A replica that has left is an error where the fragment is received."""
         mesh = self.mesh
         sent = torch.empty(self.nbytes(number), dtype=torch.uint8, device=mesh.device)
@@ -140,7 +140,7 @@ class Exchange:
             sent[HEAD:].view(value.dtype).copy_(value)
         rows = sent.new_empty(mesh.replicas * sent.numel())
         work = self.between().all_gather(rows, sent, events(mesh.device))
-        return Flight(number, step, rows, sent, work)
+        return FragmentFlight(number, step, rows, sent, work)
 
     def between(self) -> Communicator:
         """The communicator of the ranks that hold the same part of each replica. All replicas make the first call."""
@@ -157,7 +157,7 @@ class Exchange:
         else:
             sum_rows(out, [row.view(out.dtype) for row in rows.unbind()], False)
 
-    def _check(self, flight: Flight, heads: list[list[int]], shards: Shards) -> None:
+    def _check(self, flight: FragmentFlight, heads: list[list[int]], shards: Shards) -> None:
         """Refuse fragments that differ between replicas, and values that are not finite."""
         if any(head[:2] != heads[0][:2] for head in heads):
             rows = [f"replica {r}: fragment {head[1]} after step {head[0]}" for r, head in enumerate(heads)]
@@ -173,7 +173,7 @@ class Exchange:
                 f"smaller learning rate, or with clip_norm= in the inner step"
             )
 
-    def _update(self, flight: Flight, mean: Tensor, shards: Shards) -> None:
+    def _update(self, flight: FragmentFlight, mean: Tensor, shards: Shards) -> None:
         """Update the anchor: the mean difference is its gradient."""
         outer, fragment = contract(self.opt.outer), self.fragments[flight.number]
         alike: dict[tuple[Hashable, torch.dtype], tuple[list[Tensor], list[Tensor], list[State]]] = {}

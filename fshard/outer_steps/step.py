@@ -9,7 +9,7 @@ from fshard.errors import PlanError, lines
 from fshard.optim.base import Optimizer
 from fshard.optim.contract import LearningRate, contract
 from fshard.outer_steps.buffers import Outer
-from fshard.outer_steps.exchange import Exchange, Flight
+from fshard.outer_steps.exchange import Exchange, FragmentFlight
 from fshard.outer_steps.fragments import make_fragments, table_of
 from fshard.outer_steps.replica import plan_of_replica
 from fshard.runtime.comm import collective_call, enter, mesh_communicator
@@ -20,7 +20,7 @@ from fshard.sharding.plan import Plan
 from fshard.sharding.wire import LARGEST, NAMES, POWER, WireFormat
 from fshard.state.equal import Equal
 from fshard.state.exchanges import Exchanges, calm_step
-from fshard.state.memory import Memory
+from fshard.state.memory import StateMemory
 from fshard.state.train_state import TrainState, expect_state
 from fshard.training.metrics import Metrics
 from fshard.training.step import TrainStep, programs_of
@@ -53,8 +53,8 @@ class OuterStep(TrainStep):
         super().__init__(step.loss_fn, opt, plan, step.options, programs)
         self._exchange = Exchange(plan, mesh, opt, fragments, form)
         self._together = Equal(plan, step.options.told(), opt, replicas=True)
-        self._flights: dict[int, Flight] = {}
-        self._returned: Memory | None = None
+        self._flights: dict[int, FragmentFlight] = {}
+        self._returned: StateMemory | None = None
         self._stops = False
 
     @property

@@ -135,11 +135,11 @@ class Attention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
         """Another function, which gets data under transforms, too."""
-        dq, dk, dv = Gradients.apply(grad, *ctx.saved_tensors, ctx.ring)  # type: ignore[no-untyped-call]
+        dq, dk, dv = RingGradients.apply(grad, *ctx.saved_tensors, ctx.ring)  # type: ignore[no-untyped-call]
         return dq, dk, dv, None
 
 
-class Gradients(torch.autograd.Function):
+class RingGradients(torch.autograd.Function):
     """The gradients of queries, keys and values."""
 
     @staticmethod

@@ -10,7 +10,7 @@ from fshard.sharding.spec import Entry, P, Shape
 
 
 @dataclass(frozen=True)
-class Cut:
+class DimCut:
     """The tactic that cuts a leaf along a dim and flat-shards the rest. Leaves without that dim are not cut."""
 
     dim: int
@@ -36,7 +36,7 @@ def column_rule(pattern: str, axis: str = "tp", *, flat: Entry = None, **options
     >>> column_rule(r".*up\\.weight", flat="data").at_rest((8, 4))
     P('tp', None, flat='data')
     """
-    return Rule(pattern, Cut(0, axis, flat), **options)
+    return Rule(pattern, DimCut(0, axis, flat), **options)
 
 
 def row_rule(pattern: str, axis: str = "tp", *, flat: Entry = None, **options: Any) -> Rule:
@@ -52,7 +52,7 @@ def row_rule(pattern: str, axis: str = "tp", *, flat: Entry = None, **options: A
     >>> rule.at_rest((4, 8)), rule.at_rest((4,))
     (P(None, 'tp', flat='data'), P(flat='data'))
     """
-    return Rule(pattern, Cut(1, axis, flat), **options)
+    return Rule(pattern, DimCut(1, axis, flat), **options)
 
 
 def expert_rule(pattern: str, axis: str = "ep", *, flat: Entry = None, **options: Any) -> Rule:
@@ -69,7 +69,7 @@ def expert_rule(pattern: str, axis: str = "ep", *, flat: Entry = None, **options
     >>> rule.at_rest((8, 4, 4)), rule.compute
     (P('ep', None, None, flat=('replica', 'data')), P('ep'))
     """
-    return Rule(pattern, Cut(0, axis, flat), P(axis), **options)
+    return Rule(pattern, DimCut(0, axis, flat), P(axis), **options)
 
 
 def megatron_rules(

@@ -16,7 +16,7 @@ from fshard.state.train_state import TrainState
 
 
 @dataclass(frozen=True)
-class Place:
+class ArgumentPlace:
     """Stands for a state in the arguments of a step."""
 
     __tree_leaf__: ClassVar[bool] = True
@@ -33,7 +33,7 @@ class Held:
 
 @dataclass(frozen=True)
 class Arguments:
-    """The arguments of a step, with ``Place`` for states, and ``Held`` for shards.
+    """The arguments of a step, with ``ArgumentPlace`` for states, and ``Held`` for shards.
 
     Attributes:
         state: its state: any pytree of states.
@@ -54,19 +54,19 @@ class Arguments:
     def filled(self, one: Callable[[int], Any]) -> tuple[Any, Any]:
         """What the function is given, with ``one(number)`` for each state."""
 
-        def place(at: Place) -> Any:
+        def place(at: ArgumentPlace) -> Any:
             return one(at.number)
 
-        return tree.swap(place, Place, self.state), tree.swap(place, Place, self.opened())
+        return tree.swap(place, ArgumentPlace, self.state), tree.swap(place, ArgumentPlace, self.opened())
 
 
 def arguments(state: Any, batch: Any) -> Arguments:
     """The arguments of a step, with states apart: nothing that maps over trees may open them."""
     states: list[TrainState] = []
 
-    def place(state: TrainState) -> Place:
+    def place(state: TrainState) -> ArgumentPlace:
         states.append(state.here)
-        return Place(len(states) - 1)
+        return ArgumentPlace(len(states) - 1)
 
     def held(value: TrainState | Tensor) -> Any:
         if isinstance(value, TrainState):
@@ -92,7 +92,7 @@ class Final:
 
 
 @dataclass(frozen=True)
-class Result:
+class FunctionResult:
     """What a step function returned.
 
     Attributes:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from fshard.parts.copies import axes_of_copies
 from fshard.parts.rates import TOLD
-from fshard.parts.record import Recorded, RecordedLocal, RecordedPass
+from fshard.parts.record import RecordedLocal, RecordedPass, StepRecord
 from fshard.parts.returned import WIDTH
 from fshard.runtime.comm.facts import digest
 from fshard.runtime.execution.actions import Actions, Run
@@ -16,7 +16,7 @@ from fshard.runtime.execution.route import Route, make_route
 from fshard.runtime.steps import Programs
 from fshard.runtime.steps.programs import Prepared
 from fshard.schedule.build import build
-from fshard.schedule.candidates import Task
+from fshard.schedule.candidates import PolicyTask
 from fshard.schedule.check import check
 from fshard.schedule.infos import group_infos
 from fshard.schedule.ops import GroupInfo, Op, Program
@@ -29,7 +29,7 @@ from fshard.sharding.plan import Plan
 
 
 @dataclass(frozen=True)
-class Entry:
+class TableEntry:
     """A group of the schedule of a step.
 
     Attributes:
@@ -46,7 +46,7 @@ class Entry:
 
 
 @dataclass
-class Table:
+class StepTable:
     """The groups of the schedule of a step.
 
     Attributes:
@@ -57,8 +57,8 @@ class Table:
         grads: the group by pass and id in the plan.
     """
 
-    recorded: Recorded
-    entries: list[Entry] = field(default_factory=list)
+    recorded: StepRecord
+    entries: list[TableEntry] = field(default_factory=list)
     infos: list[GroupInfo] = field(default_factory=list)
     params: dict[tuple[int, int], int] = field(default_factory=dict)
     grads: dict[tuple[int, int], int] = field(default_factory=dict)
@@ -87,7 +87,7 @@ class Table:
                 info = replace(filled, update_bytes=info.update_bytes, transfers=_ordered([*kept, *path]))
                 self.grads[bank, group.id] = len(self.infos)
             self.params[version, group.id] = len(self.infos)
-            self._add(Entry(version, group.id, bank), info, version)
+            self._add(TableEntry(version, group.id, bank), info, version)
 
     def _add_bank(self, number: int, each: RecordedPass, first: Mapping[tuple[int, int], int]) -> None:
         infos = group_infos(each.spec.plan)
@@ -96,9 +96,9 @@ class Table:
                 path = [transfer for transfer in infos[group.id].transfers if transfer.row.stage == "gradient"]
                 self.grads[number, group.id] = len(self.infos)
                 info = replace(infos[group.id], full_bytes=0, transfers=tuple(path))
-                self._add(Entry(each.version, group.id, number, False), info, number)
+                self._add(TableEntry(each.version, group.id, number, False), info, number)
 
-    def _add(self, entry: Entry, info: GroupInfo, number: int) -> None:
+    def _add(self, entry: TableEntry, info: GroupInfo, number: int) -> None:
         name, taken = info.name, {other.name for other in self.infos}
         while name in taken:
             name = f"{info.name}~{number}"
@@ -162,7 +162,7 @@ class StepActions:
         passes: each pass with its memory.
     """
 
-    def __init__(self, table: Table, passes: Sequence[Prepared]) -> None:
+    def __init__(self, table: StepTable, passes: Sequence[Prepared]) -> None:
         self.table, self.passes = table, passes
         self.readable: set[int] = set()  # each pass has its own
         self.home: dict[int, Actions] = {}
@@ -218,7 +218,7 @@ class Assembled:
         digest: equal on two ranks if their schedules and the axes of their collectives are.
     """
 
-    table: Table
+    table: StepTable
     route: Route
     programs: tuple[Programs, ...]
     passes: tuple[Prepared, ...]
@@ -228,7 +228,7 @@ class Assembled:
     digest: int
 
     @property
-    def recorded(self) -> Recorded:
+    def recorded(self) -> StepRecord:
         """What the step function does."""
         return self.table.recorded
 
@@ -270,22 +270,22 @@ class Assembled:
         return [prepared.actions for prepared, each in pairs if each.version == version]
 
 
-def scheduled(recorded: Recorded, policy: Policy) -> tuple[Table, Schedule]:
+def scheduled(recorded: StepRecord, policy: Policy) -> tuple[StepTable, Schedule]:
     """The groups of a step function, and its checked schedule. Needs no processes."""
-    table = Table(recorded)
+    table = StepTable(recorded)
     schedule = build(table.stages(), table.infos, policy)
     check(schedule)
     return table, schedule
 
 
-def task_of(recorded: Recorded) -> Task:
+def task_of(recorded: StepRecord) -> PolicyTask:
     """What a policy is chosen for."""
-    table = Table(recorded)
+    table = StepTable(recorded)
     full = all([g.reduce_dtype == g.dtype for each in recorded.passes for g in each.spec.plan.groups])
-    return Task(table.stages(), table.infos, recorded.needs, full=full, axes=recorded.communicates)
+    return PolicyTask(table.stages(), table.infos, recorded.needs, full=full, axes=recorded.communicates)
 
 
-def assemble(recorded: Recorded, policy: Policy, debug: bool) -> Assembled:
+def assemble(recorded: StepRecord, policy: Policy, debug: bool) -> Assembled:
     """A step function with its schedule and memory."""
     table, schedule = scheduled(recorded, policy)
     memory = schedule.memory

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import torch
 
-from fshard.parts.arguments import Result
+from fshard.parts.arguments import FunctionResult
 from fshard.parts.replay import Replay
 from fshard.parts.returned import returned_values
 from fshard.runtime.engine.plain import PlainTold
@@ -25,13 +25,13 @@ class Attempt(NamedTuple):
     """
 
     end: End
-    result: Result | None
+    result: FunctionResult | None
     numbers: Sequence[float] = ()
     plain: PlainTold = PlainTold()
     floats: Sequence[float] = ()
 
 
-def tallied(replay: Replay, result: Result | None, end: End) -> Attempt:
+def tallied(replay: Replay, result: FunctionResult | None, end: End) -> Attempt:
     """What this rank brings to the consensus."""
     if result is None or end.status != OK:
         return Attempt(end, None)

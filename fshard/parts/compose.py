@@ -11,15 +11,23 @@ from torch import Tensor
 from fshard import tree
 from fshard.errors import PlanError, StateError, TreeError
 from fshard.optim.contract import LearningRate
-from fshard.parts.arguments import Arguments, Final, Result, check_data, check_mesh, check_origins, returned_states
+from fshard.parts.arguments import (
+    Arguments,
+    Final,
+    FunctionResult,
+    check_data,
+    check_mesh,
+    check_origins,
+    returned_states,
+)
 from fshard.parts.returned import lasting
 from fshard.parts.running import (
     Bank,
-    Given,
-    Made,
+    ComputedFlat,
     Number,
     RunningFlat,
     RunningMemory,
+    StateParams,
     Unwatched,
     Updated,
     current,
@@ -35,7 +43,7 @@ from fshard.runtime.steps import PassSpec, widened
 from fshard.sharding.mesh import Mesh
 from fshard.sharding.plan import Plan
 from fshard.state.equal import Equal
-from fshard.state.flat import Flat, Form, flat_of, form_of, known_flat, same_layout
+from fshard.state.flat import Flat, FlatForm, flat_of, form_of, known_flat, same_layout
 from fshard.state.train_state import TrainState
 from fshard.torch_internals import DisableFuncTorch
 
@@ -92,11 +100,11 @@ class Composition(Unwatched, ABC):
 
         return given.filled(one)
 
-    def given(self, number: int) -> Given:
+    def given(self, number: int) -> StateParams:
         """The parameters of a state that the step was given."""
-        return Given(self, form_of(self.states[number].plan), number)
+        return StateParams(self, form_of(self.states[number].plan), number)
 
-    def result(self, returned: Any) -> Result:
+    def result(self, returned: Any) -> FunctionResult:
         """What the function returned, taken apart.
 
         Raises:
@@ -107,7 +115,7 @@ class Composition(Unwatched, ABC):
         check_origins([final.memory.origin for final in finals], self.own)
         self._exchange_dropped(returned[1], finals)
         copied = self._copied(finals)
-        return Result(returned[0], lasting(returned[1]), tuple(finals), copied)
+        return FunctionResult(returned[0], lasting(returned[1]), tuple(finals), copied)
 
     def _final(self, memory: RunningMemory) -> Final:
         updates: list[Updated] = []
@@ -218,7 +226,7 @@ class Composition(Unwatched, ABC):
         Raises:
             StateError: they are those of a step that is over.
         """
-        if (self.over or flat.over) and not isinstance(flat, Made):
+        if (self.over or flat.over) and not isinstance(flat, ComputedFlat):
             raise StateError(
                 "gradients or parameters of a step function were used after its step was over, when their memory holds "
                 "others: return them in its metrics, which copies them, or carry them in a state"
@@ -235,7 +243,7 @@ class Composition(Unwatched, ABC):
             if ("bank", flat.number) not in self.complete:
                 self.complete.add(("bank", flat.number))
                 self.settle_bank(flat)
-        if isinstance(flat, Given) and ("state", flat.state) not in self.complete:
+        if isinstance(flat, StateParams) and ("state", flat.state) not in self.complete:
             self.complete.add(("state", flat.state))
             self.reach_local("state", flat.state)
 
@@ -269,14 +277,16 @@ class Composition(Unwatched, ABC):
             self.chunks(updated.grads)
         shards = self.updated(updated, updated.before)
         memory.shards_made = shards
-        memory.source = Made(self, before.form, {g.id: values_of(g, shards[g.id].param) for g in before.form.groups})
+        memory.source = ComputedFlat(
+            self, before.form, {g.id: values_of(g, shards[g.id].param) for g in before.form.groups}
+        )
 
     def replaced(self, memory: RunningMemory, params: Any) -> RunningMemory:
         """A state of this step with other parameters."""
         plan = memory.plan
         self.chunks(memory.flat())  # its optimizer state is that after its update
         given = self._source(plan, params)
-        source = Made(self, given.form, {group: chunk.clone() for group, chunk in self.chunks(given).items()})
+        source = ComputedFlat(self, given.form, {group: chunk.clone() for group, chunk in self.chunks(given).items()})
         made = RunningMemory(self, plan, source, memory.origin)
         before = self.shards_of(memory)
         made.shards_made = Shards(
@@ -296,12 +306,12 @@ class Composition(Unwatched, ABC):
             flat = known_flat(params)
         if not isinstance(flat, RunningFlat) or flat.running is not self or not same_leaves(flat.form, plan):
             made = flat_of(tree.mapped(current, params), form_of(plan), "params")
-            flat = Made(self, made.form, made.chunks)
+            flat = ComputedFlat(self, made.form, made.chunks)
         return flat
 
     def _version(self, source: RunningFlat, read: Plan) -> int:
         """The number of the parameters that a pass reads in the dtypes of a plan."""
-        plan, given = source.form.plan, source.state if isinstance(source, Given) else None
+        plan, given = source.form.plan, source.state if isinstance(source, StateParams) else None
         if plan.compute_dtypes != read.compute_dtypes:
             self.chunks(source)  # what else reads them gathers them by itself
             plan, given = read, None
@@ -331,7 +341,7 @@ class Composition(Unwatched, ABC):
         """
 
     @abstractmethod
-    def bank(self, form: Form, number: int) -> Bank:
+    def bank(self, form: FlatForm, number: int) -> Bank:
         """The gradients of a pass."""
 
     @abstractmethod
@@ -374,7 +384,7 @@ class Composition(Unwatched, ABC):
         """Copies of shards, updated."""
 
 
-def same_leaves(form: Form, plan: Plan) -> bool:
+def same_leaves(form: FlatForm, plan: Plan) -> bool:
     """Whether trees of a form are trees of all leaves of a plan, with its layout."""
     if form.plan is plan:
         return True

@@ -29,7 +29,7 @@ SHOWN = 3
 """Leaves of a group that an error names."""
 
 
-class Mark(NamedTuple):
+class CopyMark(NamedTuple):
     """What is known of a rank's copy.
 
     Attributes:
@@ -45,7 +45,7 @@ class Mark(NamedTuple):
     number: Tensor
 
 
-class Marks(list[Mark]):
+class Marks(list[CopyMark]):
     """The marks of a step, in the order of its code."""
 
     def note(self, what: str, flat: Flat) -> None:
@@ -58,7 +58,7 @@ class Marks(list[Mark]):
         for group in flat.form.groups:
             axes = copied_over(group, flat.form.plan.mesh)
             if axes and group.trainable:
-                self.append(Mark(what, group, axes, _sum(flat.held[group.id])))
+                self.append(CopyMark(what, group, axes, _sum(flat.held[group.id])))
 
     def values(self, over: Sequence[Axes]) -> list[Tensor | float]:
         """A number for each set of axes over which ranks hold copies."""

@@ -19,8 +19,17 @@ from fshard.played.everywhere import made_on_each_rank
 from fshard.runtime.comm import collective_call
 from fshard.runtime.engine.rng import seeded
 from fshard.runtime.execution import Shard, Shards, Shield, Update
-from fshard.runtime.steps import Outcome, PassSpec, Programs, Request, Runner, make_programs, refuse_compiling, scalar
-from fshard.runtime.steps.options import Running, read_running, refuse_feedback
+from fshard.runtime.steps import (
+    Outcome,
+    PassSpec,
+    Programs,
+    Runner,
+    StepRequest,
+    make_programs,
+    refuse_compiling,
+    scalar,
+)
+from fshard.runtime.steps.options import RunOptions, read_running, refuse_feedback
 from fshard.schedule.auto import Auto
 from fshard.schedule.policy import Policy
 from fshard.sharding.plan import Plan
@@ -57,7 +66,7 @@ class ValueAndGrad(OneFunction):
     """
 
     def __init__(
-        self, loss: ShardedLoss, only: str | None, accumulate: int, running: Running, loss_scale: LossScale | None
+        self, loss: ShardedLoss, only: str | None, accumulate: int, running: RunOptions, loss_scale: LossScale | None
     ) -> None:
         self.loss, self.plan, self.only, self.accumulate, self.running = loss, loss.plan, only, accumulate, running
         chosen = loss.plan if only is None else loss.plan.only(only)
@@ -112,7 +121,7 @@ class ValueAndGrad(OneFunction):
         with torch.no_grad():
             chunks = flat_of(params, self.params).chunks
         shards = Shards([Shard(chunks[group.id].detach(), {}) for group in self.plan.groups])
-        return self._made(batch, lambda shield: Request(batch, shards, shield, facts=self.equal.fixed))
+        return self._made(batch, lambda shield: StepRequest(batch, shards, shield, facts=self.equal.fixed))
 
     def _of_state(self, state: TrainState, batch: Any) -> tuple[Any, dict[str, Any]]:
         state.check_plan(self.plan)
@@ -126,8 +135,8 @@ class ValueAndGrad(OneFunction):
 
         part = mesh.index(self.plan.data_axes)
 
-        def request(shield: Shield) -> Request:
-            return Request(
+        def request(shield: Shield) -> StepRequest:
+            return StepRequest(
                 batch,
                 shards,
                 shield,
@@ -162,7 +171,7 @@ class ValueAndGrad(OneFunction):
         aux = tree.unflatten(spec, [next(found) if leaf is _TENSOR else leaf for leaf in leaves])
         return ((value, aux) if self.loss.has_aux else value), zero_filled(self.plan, grads, rest)
 
-    def _made(self, batch: Any, request: Callable[[Shield], Request]) -> tuple[Any, dict[str, Any]]:
+    def _made(self, batch: Any, request: Callable[[Shield], StepRequest]) -> tuple[Any, dict[str, Any]]:
         """Run the function on its own schedule."""
         with Shield() as shield:
             with bind(self.plan.mesh, self.plan.data_axes):

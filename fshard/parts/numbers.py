@@ -4,7 +4,7 @@ import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from fshard.parts.arguments import Result
+from fshard.parts.arguments import FunctionResult
 from fshard.parts.rates import TOLD, check_rates
 from fshard.parts.replay import Replay
 from fshard.parts.running import Bank, Number, Updated, number_of
@@ -37,7 +37,7 @@ class Numbers:
         sums: of what ranks have brought, in the order of ``Replay.tally``.
     """
 
-    def __init__(self, replay: Replay, result: Result, sums: Sequence[float]) -> None:
+    def __init__(self, replay: Replay, result: FunctionResult, sums: Sequence[float]) -> None:
         self.replay, found = replay, iter(sums)
         self.losses: list[tuple[float, float]] = []
         self.means: list[list[float]] = []

@@ -18,7 +18,7 @@ from fshard.runtime.steps import raise_failure
 from fshard.runtime.steps.consensus import CUT, FAILED, OK
 from fshard.runtime.steps.handshake import END, different_schedules
 from fshard.sharding.plan import Plan
-from fshard.state.memory import Memory
+from fshard.state.memory import StateMemory
 from fshard.state.settle import complete
 from fshard.state.train_state import TrainState
 
@@ -100,7 +100,7 @@ def _met(control: Communicator, failure: BaseException | None) -> tuple[bool, Ba
 
 def _lent(state: TrainState, number: int) -> TrainState:
     """A state on the memory of another, which stays as it is."""
-    memory = Memory(state.plan, state.shards())
+    memory = StateMemory(state.plan, state.shards())
     memory.lent, memory.origin, memory.compared = True, number, state.memory.compared
     return replace(state, memory=memory)
 
@@ -113,7 +113,7 @@ def _kept(state: TrainState, given: Sequence[TrainState], donate: bool) -> Train
         memory.origin = None
     else:
         shards = state.shards() if donate else state.shards().clone()
-        memory = Memory(state.plan, shards, memory.pending, memory.stale)
+        memory = StateMemory(state.plan, shards, memory.pending, memory.stale)
     if donate:
         before.memory.donate(memory)
     return replace(state, step=step, late=late, memory=memory)

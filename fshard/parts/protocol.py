@@ -14,11 +14,11 @@ from fshard import tree
 from fshard.collectives.scope import bind
 from fshard.errors import TreeError
 from fshard.parts.ages import after_call, trained_leaves
-from fshard.parts.arguments import Arguments, Final, Result, check_mesh
+from fshard.parts.arguments import Arguments, Final, FunctionResult, check_mesh
 from fshard.parts.assemble import assemble, scheduled, task_of
 from fshard.parts.attempt import Attempt, tallied
 from fshard.parts.numbers import Numbers
-from fshard.parts.record import Recorded, Untraced, record
+from fshard.parts.record import StepRecord, Untraced, record
 from fshard.parts.replay import Replay
 from fshard.parts.returned import WIDTH, joint_floats, with_floats
 from fshard.parts.running import Updated
@@ -27,7 +27,7 @@ from fshard.runtime.comm.communicator import SingleRankTransport, Transport
 from fshard.runtime.comm.communicators import Communicators
 from fshard.runtime.engine.batch import check_detached, signature
 from fshard.runtime.engine.rng import seeded
-from fshard.runtime.execution import Pending, Shield, Update, parts_of
+from fshard.runtime.execution import PendingUpdate, Shield, Update, parts_of
 from fshard.runtime.execution.executor import Scheduled
 from fshard.runtime.execution.flight import begin, executor_of
 from fshard.runtime.execution.update import joined
@@ -36,7 +36,7 @@ from fshard.runtime.steps.consensus import FAILED, OK, exchange_sums
 from fshard.runtime.steps.ends import End, attempted, decline, drained, foretold
 from fshard.runtime.steps.failures import together
 from fshard.runtime.steps.handshake import Intent, agree
-from fshard.runtime.steps.options import Running
+from fshard.runtime.steps.options import RunOptions
 from fshard.runtime.steps.pace import Pace
 from fshard.runtime.steps.rates import decided, foreseen
 from fshard.runtime.steps.rows import rows_of
@@ -46,7 +46,7 @@ from fshard.schedule.policy import Policy
 from fshard.schedule.trace import Trace
 from fshard.sharding.plan import Plan
 from fshard.state.equal import Equal
-from fshard.state.memory import Memory
+from fshard.state.memory import StateMemory
 from fshard.state.settle import complete
 from fshard.state.train_state import TrainState
 
@@ -73,17 +73,19 @@ class StepRunner:
         busy: by rank, the seconds since the step before in which it did not wait for others; empty on one rank.
     """
 
-    def __init__(self, fn: Callable[..., Any], plan: Plan, running: Running, donate: bool) -> None:
+    def __init__(self, fn: Callable[..., Any], plan: Plan, running: RunOptions, donate: bool) -> None:
         self.fn, self.plan, self.running, self.donate = fn, plan, running, donate
         self._rows, self._pace = rows_of(plan), Pace()
         self.busy: Sequence[float] = ()
         self.latest = Latest()
-        self.choices: dict[Recorded, Choice] = {}
-        self._recorded: dict[Hashable, tuple[Recorded | Untraced, Sequence[Plan]]] = {}
-        self.replays: dict[Recorded, Replay] = {}
+        self.choices: dict[StepRecord, Choice] = {}
+        self._recorded: dict[Hashable, tuple[StepRecord | Untraced, Sequence[Plan]]] = {}
+        self.replays: dict[StepRecord, Replay] = {}
         self._left: dict[Hashable, int] = {}  # how many steps have left their schedule
         self._equals: dict[int, Equal] = {}  # by the id of the plan, which lives as long as they do
-        self._last: tuple[Pending, ...] = ()  # the updates that may still read the memory of this step's gradients
+        self._last: tuple[
+            PendingUpdate, ...
+        ] = ()  # the updates that may still read the memory of this step's gradients
 
     def run(self, given: Arguments, shield: Shield) -> tuple[Any, Any] | str:
         """Run the function on all ranks.
@@ -123,7 +125,7 @@ class StepRunner:
 
     def _ready(
         self, given: Arguments, shield: Shield
-    ) -> tuple[Facts, Recorded | Untraced, Replay | None, Scheduled | None]:
+    ) -> tuple[Facts, StepRecord | Untraced, Replay | None, Scheduled | None]:
         """What must be equal on all ranks, and what the function does, with its executor if it has a schedule."""
         try:
             self._check(given)
@@ -131,7 +133,7 @@ class StepRunner:
             facts = self._facts(given, recorded)
         except BaseException as error:
             decline(mesh_communicator(self.plan.mesh), CALL, None, error)
-        if isinstance(recorded, Recorded) and recorded.passes and recorded not in self.replays:
+        if isinstance(recorded, StepRecord) and recorded.passes and recorded not in self.replays:
             self._choose_policy(recorded, given, facts)
         try:
             replay = self._prepare(recorded, given.own)
@@ -148,13 +150,13 @@ class StepRunner:
         if len({id(state.memory) for state in given.states[: given.own]}) < given.own:
             raise TreeError("step(state, batch): one state was given twice")
 
-    def _facts(self, given: Arguments, recorded: Recorded | Untraced) -> Facts:
+    def _facts(self, given: Arguments, recorded: StepRecord | Untraced) -> Facts:
         """What must be equal on all ranks: of the states, and of the parts, if it is known which there are."""
         if self.plan.mesh.size == 1:
             return Facts()
         facts = [self._equal(state.plan).of(state) for state in given.states]
         copies = [each.copies for each in facts if each.copies is not None]
-        for equal, origin in recorded.equals if isinstance(recorded, Recorded) else ():
+        for equal, origin in recorded.equals if isinstance(recorded, StepRecord) else ():
             facts.append(equal.fixed() if origin is None else equal.of(given.states[origin]))
         return Facts(
             digest([each.number for each in facts]),
@@ -162,7 +164,7 @@ class StepRunner:
             (lambda: [copy for made in copies for copy in made()]) if copies else None,
         )
 
-    def recorded(self, given: Arguments) -> Recorded | Untraced:
+    def recorded(self, given: Arguments) -> StepRecord | Untraced:
         """What the function does with such states and batches, if a trace can tell."""
         key = self._key(given)
         if key not in self._recorded:
@@ -183,7 +185,7 @@ class StepRunner:
         """The key of arguments. Plans live as long as their ids are keys."""
         return signature(given.state), signature(given.batch), tuple([id(state.plan) for state in given.states])
 
-    def trace(self, recorded: Recorded) -> Trace:
+    def trace(self, recorded: StepRecord) -> Trace:
         """What is known of the step before it runs."""
         choice, policy = None, self.running.policy
         if isinstance(policy, Auto):
@@ -194,7 +196,7 @@ class StepRunner:
         )
         return Trace(scheduled(recorded, policy)[1], choice, recorded.needs, recorded.idle, tuple(needed))
 
-    def _choose_policy(self, recorded: Recorded, given: Arguments, facts: Facts) -> None:
+    def _choose_policy(self, recorded: StepRecord, given: Arguments, facts: Facts) -> None:
         """Choose a policy, if nobody has given one. All ranks are here, with the same function, or none goes on."""
         auto = self.running.policy
         if isinstance(auto, Policy):
@@ -212,7 +214,7 @@ class StepRunner:
             self._equals[id(plan)] = Equal(plan, told, always=self.running.debug)
         return self._equals[id(plan)]
 
-    def _prepare(self, recorded: Recorded | Untraced, own: int) -> Replay | None:
+    def _prepare(self, recorded: StepRecord | Untraced, own: int) -> Replay | None:
         """What the function does, with a schedule; None if only a real run can tell."""
         if isinstance(recorded, Untraced) or not recorded.passes:
             return None
@@ -250,7 +252,7 @@ class StepRunner:
         return attempt, verdict
 
     def _decided(
-        self, replay: Replay, executor: Scheduled, result: Result | None, end: End, uneven: Sequence[str]
+        self, replay: Replay, executor: Scheduled, result: FunctionResult | None, end: End, uneven: Sequence[str]
     ) -> tuple[Attempt, Verdict]:
         step, control = replay.step, mesh_communicator(self.plan.mesh)
         failed = foretold(step.programs[0].comms.transport, control, end.status)
@@ -290,10 +292,12 @@ class StepRunner:
                 actions.start(given.states[origin or 0].shards(), updates[origin or 0])
         return executor
 
-    def _run(self, replay: Replay, executor: Scheduled, given: Arguments, shield: Shield) -> tuple[Result | None, End]:
+    def _run(
+        self, replay: Replay, executor: Scheduled, given: Arguments, shield: Shield
+    ) -> tuple[FunctionResult | None, End]:
         """Run the function, and what is left of the schedule."""
 
-        def program() -> Result:
+        def program() -> FunctionResult:
             arguments = replay.inside(given)
             inside = bind(self.plan.mesh, self.plan.data_axes, running=replay)
             with inside, self._randomness(given.states[0]), shield.opened():
@@ -349,14 +353,14 @@ class StepRunner:
         states: Sequence[TrainState],
         numbers: Numbers,
         copied: Sequence[Updated],
-    ) -> Memory:
+    ) -> StateMemory:
         """The memory of a state that the step returns, with the updates that wait for the next forward."""
         origin = states[final.memory.origin]
         shards = replay.shards_of(final.memory)
         if not self.donate:
             origin.applied()
             shards = shards.clone()
-        pendings, stale = list[Pending](), dict[int, None]()
+        pendings, stale = list[PendingUpdate](), dict[int, None]()
         for updated in final.updates:
             if numbers.skips(updated):
                 continue
@@ -366,4 +370,4 @@ class StepRunner:
                 pendings[-1].detach()
             stale |= updated.part.updating.shared
         self._last += tuple(pendings)
-        return Memory(origin.plan, shards, joined(pendings), stale)
+        return StateMemory(origin.plan, shards, joined(pendings), stale)

@@ -12,7 +12,7 @@ from torch import Tensor
 from fshard import tree
 from fshard.collectives.scope import bind
 from fshard.optim.contract import LearningRate
-from fshard.parts.arguments import Arguments, Final, Result
+from fshard.parts.arguments import Arguments, Final, FunctionResult
 from fshard.parts.compose import Composition, number_of_means
 from fshard.parts.running import Bank, Number, RunningFlat, RunningMemory, Updated, memory_of
 from fshard.runtime.comm.call_site import line_of
@@ -21,7 +21,7 @@ from fshard.runtime.engine.batch import check_even, faked, microbatches, signatu
 from fshard.runtime.engine.fake_fallback import needs_values
 from fshard.runtime.engine.loss import as_means, detached, read_loss
 from fshard.runtime.engine.program_mode import ProgramMode
-from fshard.runtime.execution import Found, Shard, Shards, partly_updated
+from fshard.runtime.execution import ProgramTrace, Shard, Shards, partly_updated
 from fshard.runtime.execution.trace import trace_in, without_data
 from fshard.runtime.steps import PassSpec
 from fshard.schedule.footprint import Need
@@ -29,7 +29,7 @@ from fshard.sharding.mesh import Axes, Mesh
 from fshard.sharding.plan import Plan
 from fshard.state.elementwise import ShardArithmetic, unguarded
 from fshard.state.equal import Equal
-from fshard.state.flat import Form, cut_of_leaf, form_of
+from fshard.state.flat import FlatForm, cut_of_leaf, form_of
 from fshard.state.train_state import TrainState
 
 VALUES = "it asks for values that a trace does not have"
@@ -50,7 +50,7 @@ class RecordedPass:
 
     spec: PassSpec
     version: int
-    found: Found
+    found: ProgramTrace
     key: Hashable
     means: int
     plain: bool = False
@@ -88,7 +88,7 @@ class RecordedUpdate:
 
 
 @dataclass(frozen=True, eq=False)
-class Recorded:
+class StepRecord:
     """What a step function does.
 
     Attributes:
@@ -141,7 +141,7 @@ class Untraced:
     why: str
 
 
-class Untraceable(Exception):  # noqa: N818 - not an error: the step runs part by part
+class UntraceablePart(Exception):  # noqa: N818 - not an error: the step runs part by part
     """A part depends on values that a trace does not have."""
 
 
@@ -181,7 +181,7 @@ class Recording(Composition):
         """Fake shards."""
         return self._fake(form_of(self.states[state].plan))
 
-    def _fake(self, form: Form) -> dict[int, Tensor]:
+    def _fake(self, form: FlatForm) -> dict[int, Tensor]:
         """Fake shards, which belong to states, or are items of the schedule."""
         with self.between.outside(), self.mode:
             device = form.plan.mesh.device
@@ -196,7 +196,7 @@ class Recording(Composition):
         with self.between.outside(), unguarded():
             traced = trace_in(self.mode, spec.fn, spec.plan, parts[0], spec.train, spec.remat)
         if traced is None:
-            raise Untraceable(f"{VALUES}, in {part_of(spec)}")
+            raise UntraceablePart(f"{VALUES}, in {part_of(spec)}")
         found, result = traced
         if spec.train and not found.weighted:
             check_even(batch, spec.accumulate)
@@ -212,7 +212,7 @@ class Recording(Composition):
             aux = as_means(tree.mapped(detached, loss.aux)) if loss.aux else {}
             return loss.total.dtype, tree.mapped(lambda x: _stacked(x, spec.accumulate), aux)
 
-    def bank(self, form: Form, number: int) -> Bank:
+    def bank(self, form: FlatForm, number: int) -> Bank:
         """Fake gradients."""
         return Bank(self, form, self._fake(form), number)
 
@@ -265,11 +265,11 @@ class Recording(Composition):
     def _pass(self, number: int) -> RecordedPass:
         return [stage for stage in self.stages if isinstance(stage, RecordedPass)][number]
 
-    def recorded(self, result: Result, axes: Sequence[Axes]) -> Recorded:
+    def recorded(self, result: FunctionResult, axes: Sequence[Axes]) -> StepRecord:
         """What the function did."""
         versions = [(version.plan, version.given) for version in self.versions]
         updates = recorded_updates(result)
-        return Recorded(
+        return StepRecord(
             tuple(self.stages),
             tuple(versions),
             tuple(updates),
@@ -279,7 +279,7 @@ class Recording(Composition):
         )
 
 
-def record(fn: Callable[..., Any], given: Arguments, plan: Plan) -> Recorded | Untraced:
+def record(fn: Callable[..., Any], given: Arguments, plan: Plan) -> StepRecord | Untraced:
     """What a step function does with these states and this batch, if a trace can tell.
 
     Args:
@@ -303,7 +303,7 @@ def record(fn: Callable[..., Any], given: Arguments, plan: Plan) -> Recorded | U
         recording.guard.check()
     except Exception as error:
         recording.guard.check()
-        if isinstance(error, Untraceable):
+        if isinstance(error, UntraceablePart):
             return Untraced(str(error))
         if not needs_values(error):
             raise
@@ -319,7 +319,7 @@ def part_of(spec: PassSpec) -> str:
     return getattr(spec.fn, "__name__", "a function")
 
 
-def recorded_updates(result: Result) -> list[RecordedUpdate]:
+def recorded_updates(result: FunctionResult) -> list[RecordedUpdate]:
     """The updates that what a step function returned leaves to the next step."""
     return [_recorded(final, each, each in result.copied) for final in result.finals for each in final.updates]
 

@@ -9,17 +9,17 @@ import torch
 from torch import Tensor
 
 from fshard import tree
-from fshard.collectives.linear import Sum, apply
+from fshard.collectives.linear import LinearSum, apply
 from fshard.collectives.ranks import Ranks
 from fshard.collectives.raw import gather
-from fshard.parts.arguments import Result
+from fshard.parts.arguments import FunctionResult
 from fshard.parts.assemble import Assembled
 from fshard.parts.compose import Composition, number_of_means
 from fshard.parts.copies import Marks
 from fshard.parts.rates import check_rates, told_rate
 from fshard.parts.readings import Reading, answers, pair, squares
 from fshard.parts.record import RecordedLocal, RecordedPass, RecordedUpdate, recorded_updates
-from fshard.parts.running import Bank, Given, Number, RunningFlat, RunningMemory, Updated
+from fshard.parts.running import Bank, Number, RunningFlat, RunningMemory, StateParams, Updated
 from fshard.runtime.engine.batch import check_detached, check_device, check_even, microbatches, signature
 from fshard.runtime.engine.loss import Mean, as_means, means_of
 from fshard.runtime.engine.proxies import Mispredicted
@@ -30,18 +30,18 @@ from fshard.runtime.memory.allocation import deallocate
 from fshard.runtime.steps import PassSpec
 from fshard.runtime.steps.consensus import joint_norm, root
 from fshard.runtime.steps.passes import Passes
-from fshard.runtime.steps.records import Measured
+from fshard.runtime.steps.records import PassResult
 from fshard.schedule.ops import LOCAL, ROOT
 from fshard.sharding.mesh import Mesh
 from fshard.sharding.plan import Plan
 from fshard.state.equal import Equal
-from fshard.state.flat import Form
+from fshard.state.flat import FlatForm
 from fshard.state.settle import fetch
 from fshard.training.metrics import combine_aux
 
 
 @dataclass(frozen=True)
-class View:
+class PassExecutor:
     """The executor of a step as one of its passes sees it.
 
     Attributes:
@@ -69,7 +69,7 @@ class View:
 
 
 @dataclass(frozen=True)
-class Ran:
+class ReplayedPass:
     """A pass that this rank has run.
 
     Attributes:
@@ -78,7 +78,7 @@ class Ran:
         parts: microbatches of the global batch.
     """
 
-    measured: Measured
+    measured: PassResult
     divisor: float
     parts: int
 
@@ -90,11 +90,11 @@ class Replay(Composition):
     ready: Any = None
     executor: Any = None
     at: int = 0
-    ran: list[Ran] = field(default_factory=list)
+    ran: list[ReplayedPass] = field(default_factory=list)
     dead: list[Tensor] = field(default_factory=list)
     scales: dict[int, float] = field(default_factory=dict)
     banks: dict[int, Bank] = field(default_factory=dict)
-    givens: dict[int, Given] = field(default_factory=dict)
+    givens: dict[int, StateParams] = field(default_factory=dict)
     slots: dict[int, dict[int, Tensor]] = field(default_factory=dict)
     placed: set[int] = field(default_factory=set)
     marks: Marks = field(default_factory=Marks)
@@ -128,7 +128,7 @@ class Replay(Composition):
 
     # -- parts --------------------------------------------------------------------------------------------------------
 
-    def given(self, number: int) -> Given:
+    def given(self, number: int) -> StateParams:
         """The parameters of a state: one tree for all steps."""
         if number not in self.givens:
             self.givens[number] = super().given(number)
@@ -155,18 +155,18 @@ class Replay(Composition):
         if spec.train and not stage.found.weighted:
             check_even(batch, spec.accumulate)
         measured, divisor = self._microbatches(spec, number, stage, parts)
-        self.ran.append(Ran(measured, divisor, spec.parts))
+        self.ran.append(ReplayedPass(measured, divisor, spec.parts))
         aux = _marked(measured.aux) if spec.train else measured.aux[0]
         dtype = measured.losses[0][0].dtype if spec.train else torch.float32
         return dtype, aux
 
     def _microbatches(
         self, spec: PassSpec, number: int, stage: RecordedPass, parts: Sequence[Any]
-    ) -> tuple[Measured, float]:
+    ) -> tuple[PassResult, float]:
         """What a pass comes to, and what its gradients are divided by."""
         prepared, executor, scale = self.step.passes[number], self.executor, self._loss_scale(spec, stage.version)
         readable, outside = prepared.actions.readable.issuperset, stage.found.program.reads[ROOT].__contains__
-        view = View(executor, self.step.first[number], executor.reach, executor.settle, readable, outside)
+        view = PassExecutor(executor, self.step.first[number], executor.reach, executor.settle, readable, outside)
         measured = Passes(spec.fn, spec.train, False, spec.divisor).run(prepared.engine, view, parts, scale)
         if spec.train:
             prepared.actions.gradients.fill()
@@ -183,7 +183,7 @@ class Replay(Composition):
         origin = self.step.recorded.versions[version][1]
         return float((self.states[origin or 0].scale or spec.loss_scale.start()).value)
 
-    def bank(self, form: Form, number: int) -> Bank:
+    def bank(self, form: FlatForm, number: int) -> Bank:
         """The gradients of a pass: one tree for all steps."""
         if number not in self.banks:
             memory = self.step.programs[number].memory
@@ -211,7 +211,7 @@ class Replay(Composition):
                 deallocate(chunk)
             self.dead.clear()
 
-    def result(self, returned: Any) -> Result:
+    def result(self, returned: Any) -> FunctionResult:
         """What the function returned, taken apart, if the function has done what the schedule holds."""
         found = super().result(returned)
         due, made = self.step.recorded.updates, recorded_updates(found)
@@ -258,9 +258,11 @@ class Replay(Composition):
 
     def place(self, version: int, source: RunningFlat) -> None:
         """Let passes read parameters that the step has made."""
-        plan = self.step.recorded.versions[version][0] if version < len(self.step.recorded.versions) else None
-        if plan is None:
-            raise Mispredicted("the step function makes more parameters than when it was traced")
+        versions = self.step.recorded.versions
+        plan, given = versions[version] if version < len(versions) else (None, None)
+        # The memory of a state that was given is bound already, and gathers of it may be on their way.
+        if plan is None or given is not None or plan is not source.form.plan:
+            raise Mispredicted("the step function makes other parameters than when it was traced")
         self._bind(version, Shards([Shard(source.held[group.id].detach(), {}) for group in plan.groups]))
 
     def _bind(self, version: int, shards: Shards) -> None:
@@ -335,7 +337,7 @@ class Replay(Composition):
         if plan.mesh.size == 1:
             return values
         row = torch.tensor(values, dtype=torch.float64, device="cpu").to(plan.mesh.device)
-        summed: list[float] = apply(row, Sum(Ranks(plan.mesh, plan.mesh.axis_names))).tolist()
+        summed: list[float] = apply(row, LinearSum(Ranks(plan.mesh, plan.mesh.axis_names))).tolist()
         return summed
 
     def differentiate(self, equal: Equal) -> None:
@@ -371,16 +373,16 @@ class Replay(Composition):
 
     def _mark(self, what: str, flat: Any) -> None:
         """Note copies, unless a reduction made them, or they were given."""
-        if not isinstance(flat, Bank | Given):
+        if not isinstance(flat, Bank | StateParams):
             self.marks.note(what, flat)
 
 
-def _total(ran: Ran) -> Reading:
+def _total(ran: ReplayedPass) -> Reading:
     """The total and the count of a pass, over its microbatches; zeros of an evaluation."""
     return pair(ran.measured.losses)
 
 
-def _mean_totals(ran: Ran) -> list[Reading]:
+def _mean_totals(ran: ReplayedPass) -> list[Reading]:
     """The total and the count of each auxiliary mean of a pass, over its microbatches."""
     columns = zip(*[means_of(as_means(aux)) for aux in ran.measured.aux], strict=True)
     return [pair((mean.total, mean.count) for mean in column) for column in columns]

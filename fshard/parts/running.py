@@ -22,7 +22,7 @@ from fshard.errors import StateError, TreeError
 from fshard.optim.contract import LearningRate
 from fshard.runtime.engine.proxies import METADATA, PLACE
 from fshard.sharding.plan import Plan
-from fshard.state.flat import Flat, Form, mark_of
+from fshard.state.flat import Flat, FlatForm, mark_of
 from fshard.state.train_state import TrainState
 from fshard.torch_internals import DisableTorchFunctionSubclass, disable_current_modes
 
@@ -30,7 +30,7 @@ PART = "part of a step"
 """What ranks call a part when they compare their calls. They compare which part it is besides."""
 
 
-class Running(Protocol):
+class RunningStep(Protocol):
     """A step function that is traced, or runs on a schedule."""
 
     def gradient(self, part: Any, params: Any, batch: Any) -> Any:
@@ -74,7 +74,7 @@ class Unwatched:
         """Do nothing: the trace has noted it."""
 
 
-def running_of(given: Any) -> Running | None:
+def running_of(given: Any) -> RunningStep | None:
     """The step function that this state or tree belongs to, or that is under way; None outside of one."""
     if isinstance(given, TrainState):
         return getattr(given.memory, "running", None)
@@ -84,10 +84,10 @@ def running_of(given: Any) -> Running | None:
     return flat.running if isinstance(flat, RunningFlat) else _under_way()
 
 
-def _under_way() -> Running | None:
+def _under_way() -> RunningStep | None:
     """The step function whose code runs: a tree that this code has made by itself carries no mark."""
     scope = SCOPE.get()
-    found: Running | None = None if scope is None else scope.running
+    found: RunningStep | None = None if scope is None else scope.running
     return found
 
 
@@ -150,7 +150,7 @@ class Number:
     at: int
     dtype: torch.dtype
 
-    def tensor(self, running: Running) -> Tensor:
+    def tensor(self, running: RunningStep) -> Tensor:
         """It as a tensor of the step."""
         with disable_current_modes():
             made = later(_scalar(self.dtype), torch.device("cpu"), lambda: running.number(self))
@@ -173,7 +173,7 @@ class RunningFlat(Flat):
     over = False
     """Whether the step is over whose tree it was."""
 
-    def __init__(self, running: Running, form: Form, chunks: Mapping[int, Tensor]) -> None:
+    def __init__(self, running: RunningStep, form: FlatForm, chunks: Mapping[int, Tensor]) -> None:
         super().__init__(form, chunks)
         self.running = running
 
@@ -204,17 +204,17 @@ class RunningFlat(Flat):
 
     def made(self, chunks: Mapping[int, Tensor]) -> "Flat":
         """What arithmetic on this tree makes."""
-        return Made(self.running, self.form, chunks)
+        return ComputedFlat(self.running, self.form, chunks)
 
 
-class Given(RunningFlat):
+class StateParams(RunningFlat):
     """The parameters of a state that the step was given.
 
     Attributes:
         state: its number among them.
     """
 
-    def __init__(self, running: Running, form: Form, state: int) -> None:
+    def __init__(self, running: RunningStep, form: FlatForm, state: int) -> None:
         super().__init__(running, form, {})
         self.state = state
 
@@ -233,8 +233,8 @@ class Bank(RunningFlat):
 
     def __init__(
         self,
-        running: Running,
-        form: Form,
+        running: RunningStep,
+        form: FlatForm,
         chunks: Mapping[int, Tensor],
         number: int,
         passing: frozenset[int] = frozenset(),
@@ -243,7 +243,7 @@ class Bank(RunningFlat):
         self.number, self.passing = number, passing
 
 
-class Made(RunningFlat):
+class ComputedFlat(RunningFlat):
     """What arithmetic in the step has made."""
 
 
@@ -277,7 +277,7 @@ class RunningMemory:
         shards_made: the shards, with the optimizer's state, that the step has made; None for those of that state.
     """
 
-    def __init__(self, running: Running, plan: Plan, source: "RunningFlat | Updated", origin: int) -> None:
+    def __init__(self, running: RunningStep, plan: Plan, source: "RunningFlat | Updated", origin: int) -> None:
         self.running, self.plan, self.source, self.origin = running, plan, source, origin
         self.donated, self.compared, self.lent = False, True, False
         self.pending, self.stale = None, dict[int, None]()
@@ -319,7 +319,7 @@ def with_memory(state: TrainState, memory: Any, **changes: Any) -> TrainState:
     return replace(state, memory=memory, **changes)
 
 
-def memory_of(state: Any, running: Running) -> RunningMemory:
+def memory_of(state: Any, running: RunningStep) -> RunningMemory:
     """The memory of a state of this step.
 
     Raises:

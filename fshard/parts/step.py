@@ -15,7 +15,7 @@ from fshard.played.everywhere import made_on_each_rank
 from fshard.runtime.comm import collective_call
 from fshard.runtime.execution import Shield
 from fshard.runtime.steps import refuse_transforms
-from fshard.runtime.steps.options import Running, read_running
+from fshard.runtime.steps.options import RunOptions, read_running
 from fshard.schedule.auto import Auto
 from fshard.schedule.policy import Policy
 from fshard.schedule.trace import Trace
@@ -47,7 +47,7 @@ class Step(LatestRun):
 
     _runner: StepRunner
 
-    def __init__(self, fn: Callable[..., Any], plan: Plan, running: Running, donate: bool) -> None:
+    def __init__(self, fn: Callable[..., Any], plan: Plan, running: RunOptions, donate: bool) -> None:
         self.plan = plan
         self._runner = StepRunner(fn, plan, running, donate)
         self._late: BaseException | None = None  # a signal that came when the step before was made

@@ -22,7 +22,7 @@ from fshard.parts.update_metrics import UpdateMetrics
 from fshard.played.everywhere import made_on_each_rank
 from fshard.runtime.comm import collective_call, digest, mesh_communicator, refuse_nested
 from fshard.runtime.comm.facts import Facts
-from fshard.runtime.execution import Gradients, Pending, Several, parts_of
+from fshard.runtime.execution import Gradients, PendingUpdate, Several, parts_of
 from fshard.runtime.memory.memory_spaces import update_stagings
 from fshard.runtime.memory.norms import norms_of, share_of
 from fshard.runtime.memory.optimizer_layout import UpdateSlice
@@ -38,8 +38,8 @@ from fshard.schedule.policy import Policy
 from fshard.sharding.plan import Plan
 from fshard.state.equal import Equal
 from fshard.state.fit import check_optimizer
-from fshard.state.flat import Flat, Form, flat_of, form_of, known_flat, same_layout
-from fshard.state.memory import Memory
+from fshard.state.flat import Flat, FlatForm, flat_of, form_of, known_flat, same_layout
+from fshard.state.memory import StateMemory
 from fshard.state.settle import complete
 from fshard.state.train_state import TrainState, expect_state, not_copied
 from fshard.training.updating import Updating
@@ -80,7 +80,7 @@ class UpdateStep:
         self.equal = Equal(plan, told, opt)
         self._latest: Ages | None = None  # those of the latest state
         self._slices: dict[int, tuple[UpdateSlice, ...]] = {}  # what it updates at these ages
-        self._fitting: Form | None = None  # the latest form of gradients that was found to fit
+        self._fitting: FlatForm | None = None  # the latest form of gradients that was found to fit
         self._made: tuple[Flat, object, Gradients] | None = None  # the latest gradients
 
     def __repr__(self) -> str:
@@ -240,7 +240,7 @@ class UpdateStep:
             grads = tree.nest({path: leaf for path, leaf in found.items() if path not in idle}) if idle else grads
         return flat_of(grads, self.form, "grads")
 
-    def _fits(self, form: Form) -> bool:
+    def _fits(self, form: FlatForm) -> bool:
         """Whether trees of a form have the leaves that are updated, and of others only frozen ones."""
         if form is self._fitting:
             return True
@@ -274,7 +274,7 @@ class UpdateStep:
         both = Several((*parts_of(before), pending)) if waiting else pending
         if not self.donate and not memory.lent:
             shards, both = state.applied().clone(), pending
-        following = Memory(self.plan, shards, both, self.updating.shared)
+        following = StateMemory(self.plan, shards, both, self.updating.shared)
         following.lent, following.origin = memory.lent, memory.origin
         made = replace(self.after(state, False), memory=following, past=state.past.compared())
         if self.donate and not memory.lent:
@@ -296,7 +296,9 @@ class UpdateStep:
             place = here(self.plan, self.gradients(flat).shards)
             raise self.not_finite(Verdict((), math.nan, norm, 1.0), state.step, [place] * bool(place))
 
-    def pending(self, state: TrainState, flat: Flat, norms: Sequence[float], scale: float, lr: LearningRate) -> Pending:
+    def pending(
+        self, state: TrainState, flat: Flat, norms: Sequence[float], scale: float, lr: LearningRate
+    ) -> PendingUpdate:
         """The update, as data."""
         ages = self._ages(state.late)
         divisors = self.clip.divisors(scale, [scale * norm for norm in norms])

@@ -24,7 +24,7 @@ Spmd = Callable[..., tuple[Tensor, ...]]
 
 
 @dataclass(frozen=True, eq=False)
-class Job:
+class PlayedJob:
     """A function that every rank runs on its slices.
 
     Attributes:
@@ -51,7 +51,7 @@ class Job:
         ranks = play(self.mesh, body, self.start)
         return tuple(_join([r[i] for r in ranks], spec, self.mesh, i) for i, spec in enumerate(self.outputs()))
 
-    def pullback(self, moved: list[int], pulled: list[int]) -> "Job":
+    def pullback(self, moved: list[int], pulled: list[int]) -> "PlayedJob":
         """From the arguments and the cotangents of some results to those of some arguments."""
 
         def fn(*slices: Tensor) -> tuple[Tensor, ...]:
@@ -63,7 +63,7 @@ class Job:
         inputs, outputs = (*self.inputs, *(self.outputs()[i] for i in pulled)), tuple(self.inputs[i] for i in moved)
         return replace(self, fn=fn, inputs=inputs, outputs=lambda: outputs)
 
-    def pushforward(self, moved: list[int], pushed: list[int]) -> "Job":
+    def pushforward(self, moved: list[int], pushed: list[int]) -> "PlayedJob":
         """From the arguments and the tangents of some of them to those of some results."""
 
         def fn(*slices: Tensor) -> tuple[Tensor, ...]:
@@ -75,7 +75,7 @@ class Job:
         inputs, outputs = (*self.inputs, *(self.inputs[i] for i in moved)), tuple(self.outputs()[i] for i in pushed)
         return replace(self, fn=fn, inputs=inputs, outputs=lambda: outputs)
 
-    def batched(self, batched: Sequence[bool], random: str) -> "Job":
+    def batched(self, batched: Sequence[bool], random: str) -> "PlayedJob":
         """With a batch dim in front of some arguments, and of every result."""
         fn = torch.vmap(self.fn, in_dims=tuple(0 if b else None for b in batched), randomness=random)
         inputs = tuple(P(None, *s.dims) if b else s for s, b in zip(self.inputs, batched, strict=True))
@@ -98,7 +98,7 @@ class OnAllRanks(torch.autograd.Function):
     """A job as a differentiable function of global tensors."""
 
     @staticmethod
-    def forward(job: Job, *xs: Tensor) -> tuple[Tensor, ...]:
+    def forward(job: PlayedJob, *xs: Tensor) -> tuple[Tensor, ...]:
         for x in xs:
             check_plain(x, "shard_map")
         return job.run(xs)
@@ -137,7 +137,9 @@ class OnAllRanks(torch.autograd.Function):
         return tuple(out)
 
     @staticmethod
-    def vmap(info: Any, in_dims: tuple[Any, ...], job: Job, *xs: Tensor) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
+    def vmap(
+        info: Any, in_dims: tuple[Any, ...], job: PlayedJob, *xs: Tensor
+    ) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
         """Every rank maps its part over the batch."""
         dims = in_dims[1:]
         front = [x if dim is None else x.movedim(dim, 0) for x, dim in zip(xs, dims, strict=True)]
@@ -165,7 +167,7 @@ def on_all_ranks(mesh: VirtualMesh, spmd: Callable[..., Any], inputs: Specs, xs:
             kept[:] = [specs, rest, randomness()]
         return tuple(tensors)
 
-    job = Job(mesh, fn, inputs, lambda: kept[0], randomness())
+    job = PlayedJob(mesh, fn, inputs, lambda: kept[0], randomness())
     results = OnAllRanks.apply(job, *xs)  # type: ignore[no-untyped-call]
     restore_randomness(kept[2])
     return kept[1](list(results))

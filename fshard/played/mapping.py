@@ -94,7 +94,7 @@ def shard_map(
     expect("fs.shard_map(f, mesh, in_specs, out_specs)", wants, CollectiveError)
     _check_specs(in_specs, "in_specs", "argument")
     _check_specs(out_specs, "out_specs", "result")
-    mapped = Mapped(f, mesh, in_specs, out_specs, slices, check)
+    mapped = MappedFunction(f, mesh, in_specs, out_specs, slices, check)
 
     @functools.wraps(f)
     def call(*args: Any) -> Any:
@@ -104,7 +104,7 @@ def shard_map(
 
 
 @dataclass(frozen=True, eq=False)
-class Mapped:
+class MappedFunction:
     """A function and its specs."""
 
     f: Callable[..., Any]

@@ -23,7 +23,7 @@ Part = dict[str, Any]
 
 
 @dataclass(eq=False)
-class Collective:
+class PlayedCollective:
     """One collective: the tensors of each rank."""
 
     call: str
@@ -39,7 +39,7 @@ class CollectiveLog:
     members: tuple[int, ...]
     role: str
     life: int
-    collectives: dict[int, Collective] = field(default_factory=dict)
+    collectives: dict[int, PlayedCollective] = field(default_factory=dict)
     counts: dict[int, int] = field(default_factory=dict)
 
 
@@ -105,7 +105,7 @@ class PartOfVirtual(VirtualTransport):
 class Arrival:
     """A collective that other ranks may not have reached."""
 
-    collective: Collective
+    collective: PlayedCollective
     log: CollectiveLog
     number: int
     thread: RankThread
@@ -173,7 +173,7 @@ class VirtualCommunicator:
         made = CollectiveLog(self.name, self.members, self.role, life)
         log = scheduler.logs.setdefault((self.role, self.members, life), made)
         number = log.counts[self.rank] = log.counts.get(self.rank, 0) + 1
-        collective = log.collectives.setdefault(number, Collective(call))
+        collective = log.collectives.setdefault(number, PlayedCollective(call))
         handle = Arrival(collective, log, number, thread)
         if collective.call != call:
             self._disagree(handle, call)

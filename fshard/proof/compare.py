@@ -14,7 +14,7 @@ from fshard.interchange.export_plan import pieces_of_ranks
 from fshard.optim.around import CARRIED
 from fshard.proof.plain import PlainResult
 from fshard.proof.report import Row, Tolerance, number_row
-from fshard.proof.watched import Watched
+from fshard.proof.watched import ProofStep
 from fshard.runtime.comm import Communicator, exchange_bytes
 from fshard.runtime.graphs.compare import gap
 from fshard.runtime.memory.optimizer_layout import BASIS, KEPT, MASTER, RESIDUAL
@@ -53,7 +53,7 @@ class Comparison:
         norms: the norm of the step's gradients for each rule of clipping.
     """
 
-    watched: Watched
+    watched: ProofStep
     state: TrainState  # before the step
     following: TrainState  # after it
     metrics: Metrics

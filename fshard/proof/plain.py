@@ -32,7 +32,7 @@ REMEDY = "The step computed a loss from the same batch. See whether the loss nee
 
 
 @dataclass(frozen=True)
-class Task:
+class ProofTask:
     """What to run: the loss function on a state and this rank's batch, and the step's outputs to compare with."""
 
     fn: Callable[..., Any]
@@ -58,7 +58,7 @@ class PlainResult:
 
 
 @dataclass(frozen=True)
-class Pass:
+class PlainPass:
     """The loss of this rank's batch: total, count and sums of gradients over microbatches, and what differs."""
 
     total: float = 0.0
@@ -68,13 +68,13 @@ class Pass:
     first: Difference | None = None
 
 
-def run_plainly(task: Task) -> PlainResult:
+def run_plainly(task: ProofTask) -> PlainResult:
     """Run the loss on whole parameters and the batches of all data ranks, one rank at a time. Collective.
 
     Raises:
         PeerError: the loss failed on another rank. On this rank its own error is raised.
     """
-    plan, own, sums = task.plan, Pass(), dict[int, Tensor]()
+    plan, own, sums = task.plan, PlainPass(), dict[int, Tensor]()
     mine = plan.mesh.index(plan.data_axes)
     for turn in range(plan.data_size):
         leaves = _collect(plan, task.state, turn == mine)
@@ -129,7 +129,7 @@ def _reduced(group: Group, grad: Tensor) -> Tensor:
 class PlainUnits:
     """Runs units as ordinary functions, with the plan's casts, and finds the first output that differs."""
 
-    def __init__(self, task: Task) -> None:
+    def __init__(self, task: ProofTask) -> None:
         self.task, self.plan = task, (plan := task.plan)
         self.inside = self.listening = False
         self.count = 0
@@ -165,7 +165,7 @@ class PlainUnits:
         return tree.nest({path: leaves[path] for path in self.plan.leaves})
 
 
-def _run(task: Task, leaves: dict[str, Tensor]) -> Pass:
+def _run(task: ProofTask, leaves: dict[str, Tensor]) -> PlainPass:
     """Run the loss on this rank's batch."""
     trained = {path: leaf for path, leaf in leaves.items() if leaf.requires_grad}
     places, sums = task.plan.places(), dict[str, Tensor]()
@@ -191,10 +191,10 @@ def _run(task: Task, leaves: dict[str, Tensor]) -> Pass:
     if first is None and units.count != len(task.outputs):
         told = f"{len(task.outputs)} calls of units in the step, {units.count} in plain PyTorch"
         first = Difference(0, units.count, mesh.rank, "(the program)", told)
-    return Pass(total, count, sums, weighted, first)
+    return PlainPass(total, count, sums, weighted, first)
 
 
-def _compared(task: Task, at: int, plain: tuple[Tensor, ...]) -> Difference | None:
+def _compared(task: ProofTask, at: int, plain: tuple[Tensor, ...]) -> Difference | None:
     """The difference of an output from that of the step; None if they are equal."""
     rank = task.plan.mesh.rank
     if at >= len(task.outputs):

@@ -14,9 +14,9 @@ from fshard.errors import PlanError, no_processes
 from fshard.optim import checks
 from fshard.played.everywhere import on_each_rank
 from fshard.proof.compare import Comparison
-from fshard.proof.plain import Task, earliest, run_plainly
+from fshard.proof.plain import ProofTask, earliest, run_plainly
 from fshard.proof.report import Tolerance, Verified
-from fshard.proof.watched import Watched
+from fshard.proof.watched import ProofStep
 from fshard.runtime.comm import collective_call, enter
 from fshard.runtime.engine.batch import marks_undone
 from fshard.runtime.steps import refuse_transforms
@@ -87,19 +87,19 @@ def verify(step: TrainStep, state: TrainState, batch: Any, *, rtol: float | None
     state.check_plan(step.plan)
     enter(mesh, "verify")
     with untouched(), marks_undone([batch]):
-        found = _verified(Watched(step), state, batch, Tolerance(rtol, atol))
+        found = _verified(ProofStep(step), state, batch, Tolerance(rtol, atol))
     found.check()
     return found
 
 
-def _verified(watched: Watched, state: TrainState, batch: Any, tolerance: Tolerance) -> Verified:
+def _verified(watched: ProofStep, state: TrainState, batch: Any, tolerance: Tolerance) -> Verified:
     state = replace(state, past=state.past.alone())
     complete(state, watched.plan.mesh)
     following, metrics = watched(state, batch)
     watched.check_alone()
     plan, comm, outputs = watched.plan, watched._runner.programs.comms.control, watched.outputs.calls
     fn, accumulate = watched._runner.finder.fn, watched.options.accumulate
-    plain = run_plainly(Task(fn, plan, state, batch, accumulate, watched.divided, outputs, tolerance, comm))
+    plain = run_plainly(ProofTask(fn, plan, state, batch, accumulate, watched.divided, outputs, tolerance, comm))
     first = earliest(comm, plain.first)
     rows = Comparison(watched, state, following, metrics, plain, tolerance, comm).rows()
     note = "the step was skipped: its gradients were not compared"

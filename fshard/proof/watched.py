@@ -17,7 +17,7 @@ from fshard.sharding.plan import Plan
 from fshard.state.train_state import TrainState
 from fshard.torch_internals import peek_interpreter_stack
 from fshard.training.metrics import Metrics
-from fshard.training.ran import Ran
+from fshard.training.ran import RunReport
 from fshard.training.step import Asked, TrainStep
 
 
@@ -31,7 +31,7 @@ class Output(NamedTuple):
 
 
 @dataclass
-class Record:
+class UnitCalls:
     """The calls of a step on this rank, in order. Another engine, which runs the program again, clears it."""
 
     calls: list[Output] = field(default_factory=list)
@@ -59,7 +59,7 @@ def tensors_of(result: Any) -> tuple[Tensor, ...]:
 class RecordingEngine(Engine):
     """An engine that records the outputs of units."""
 
-    def __init__(self, plan: Plan, sink: Sink, remat: Remat, traits: Traits, record: Record) -> None:
+    def __init__(self, plan: Plan, sink: Sink, remat: Remat, traits: Traits, record: UnitCalls) -> None:
         super().__init__(plan, sink, remat, traits)
         self.record = record
 
@@ -72,7 +72,7 @@ class RecordingEngine(Engine):
         return result
 
 
-class Watched(TrainStep):
+class ProofStep(TrainStep):
     """A copy of a step, with its graphs, that does not donate the state and keeps gradients and outputs.
 
     After a step it holds the verdict of all ranks (``seen``), the divisor of gradients (``divided``) and, but for
@@ -80,7 +80,7 @@ class Watched(TrainStep):
     """
 
     def __init__(self, step: TrainStep) -> None:
-        self.outputs = Record()
+        self.outputs = UnitCalls()
         programs = step._runner.programs.again(partial(RecordingEngine, record=self.outputs))
         options = replace(step.options, donate=False)
         super().__init__(step._runner.finder.fn, step.opt, step.plan, options, programs)
@@ -115,7 +115,7 @@ class Watched(TrainStep):
         self.at = state.step, state.count
 
     def _conclude(
-        self, state: TrainState, update: Update, outcome: Outcome, asked: Asked, ran: Ran
+        self, state: TrainState, update: Update, outcome: Outcome, asked: Asked, ran: RunReport
     ) -> tuple[TrainState, Metrics]:
         self.seen, self.divided = outcome.verdict, outcome.divided
         self.outputs.drop()

@@ -4,7 +4,7 @@ from fshard.schedule.build import build
 from fshard.schedule.check import check
 from fshard.schedule.costs import Costs
 from fshard.schedule.link import Link
-from fshard.schedule.memory import Memory
+from fshard.schedule.memory import ScheduleMemory
 from fshard.schedule.ops import ROOT, Call, GroupInfo, Op, Program
 from fshard.schedule.policy import Policy
 from fshard.schedule.schedule import Schedule, parse
@@ -20,7 +20,7 @@ __all__ = [
     "GroupInfo",
     "Link",
     "Local",
-    "Memory",
+    "ScheduleMemory",
     "Op",
     "Pass",
     "Policy",

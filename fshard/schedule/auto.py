@@ -12,7 +12,7 @@ from fshard import markup
 from fshard.arguments import size_text
 from fshard.schedule import refusals
 from fshard.schedule.build import build
-from fshard.schedule.candidates import Task, candidates
+from fshard.schedule.candidates import PolicyTask, candidates
 from fshard.schedule.costs import Costs
 from fshard.schedule.footprint import Footprint, Need, footprint
 from fshard.schedule.link import Link
@@ -76,7 +76,7 @@ class Rates:
     wire: float
     latency: float = 0.0
 
-    def costs(self, task: "Task") -> Costs:
+    def costs(self, task: "PolicyTask") -> Costs:
         """What the ops of a task would cost."""
         speed = Speed(self.compute, math.inf, self.compute)
         return Costs(unit_seconds(task.stages, task.needs, speed), Link(self.wire, self.latency))
@@ -130,7 +130,7 @@ class Choice:
     candidates: tuple[Candidate, ...] = field(repr=False)
     rates: Rates | Costs
     budget: int | None
-    task: Task = field(repr=False)
+    task: PolicyTask = field(repr=False)
     measured: Mapping[Policy, float] = field(default_factory=dict, repr=False)
     settled: bool = True
 
@@ -192,12 +192,14 @@ class Choice:
         return markup.shown(self.reason, markup.table(head, rows, 2), markup.legend(["busy", "exposed"]))
 
 
-def nothing_else() -> Sequence[Task]:
+def nothing_else() -> Sequence[PolicyTask]:
     """No other task."""
     return ()
 
 
-def choose(task: Task, auto: Auto, rates: Rates | Costs, others: Callable[[], Sequence[Task]] = nothing_else) -> Choice:
+def choose(
+    task: PolicyTask, auto: Auto, rates: Rates | Costs, others: Callable[[], Sequence[PolicyTask]] = nothing_else
+) -> Choice:
     """The policy of the fastest simulated step that fits, and the table. A function of its arguments alone.
 
     Without ``task.needs``, activations count as nothing, and so does compute unless costs are given. If no candidate
@@ -224,10 +226,10 @@ def choose(task: Task, auto: Auto, rates: Rates | Costs, others: Callable[[], Se
     return Choice(schedule, tuple(order), rates, auto.memory, chosen)
 
 
-Tried = tuple[Candidate, Schedule, Task]
+Tried = tuple[Candidate, Schedule, PolicyTask]
 
 
-def _every(task: Task, auto: Auto, rates: Rates | Costs) -> list[Tried]:
+def _every(task: PolicyTask, auto: Auto, rates: Rates | Costs) -> list[Tried]:
     """All candidates of a task."""
     costs = rates.costs(task) if isinstance(rates, Rates) else rates
     return [(*tried(task, policy, costs), task) for policy in candidates(task, auto.update)]
@@ -238,20 +240,20 @@ def _fitting(found: Sequence[Tried], auto: Auto) -> list[Tried]:
     return [each for each in found if auto.memory is None or each[0].memory.peak_bytes <= auto.memory]
 
 
-def tried(task: Task, policy: Policy, costs: Costs) -> tuple[Candidate, Schedule]:
+def tried(task: PolicyTask, policy: Policy, costs: Costs) -> tuple[Candidate, Schedule]:
     """What a policy would hold and take, and its schedule."""
     run = timed(task, policy, costs)
     return weighed(task, run), run.schedule
 
 
-def timed(task: Task, policy: Policy, costs: Costs, make: Callable[..., Schedule] = build) -> Simulation:
+def timed(task: PolicyTask, policy: Policy, costs: Costs, make: Callable[..., Schedule] = build) -> Simulation:
     """What a policy would take, with a schedule that ``make`` makes, as ``build`` does."""
     schedule = make(task.program, task.under(policy).groups, policy, task.accumulate, task.train)
     kinds = {op.kind for op in schedule}
     return simulate(schedule, costs.only(kinds))
 
 
-def weighed(task: Task, run: Simulation) -> Candidate:
+def weighed(task: PolicyTask, run: Simulation) -> Candidate:
     """What a policy that was timed would hold, too."""
     memory = footprint(run.schedule, task.needs or [Need(0, 0, 0)], task.graphs)
     return Candidate(run.schedule.policy, memory, run.seconds, run.exposed, task.again)

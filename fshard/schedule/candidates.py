@@ -19,7 +19,7 @@ SHARES = 4
 
 
 @dataclass(frozen=True)
-class Task:
+class PolicyTask:
     """What a policy is chosen for.
 
     Attributes:
@@ -56,12 +56,12 @@ class Task:
         """What the step does."""
         return as_stages(self.program, self.groups, self.accumulate, self.train)
 
-    def under(self, policy: Policy) -> "Task":
+    def under(self, policy: Policy) -> "PolicyTask":
         """The task on the groups that a policy has."""
         return replace(self, groups=self.second[policy.secondary]) if policy.secondary else self
 
 
-def candidates(task: Task, update: str) -> Iterator[Policy]:
+def candidates(task: PolicyTask, update: str) -> Iterator[Policy]:
     """The policies that are tried: the simplest first, so that ties go to them."""
     passes = task.stages.passes
     several = task.full and any(each.accumulate > 1 for each in passes)

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from fshard import errors
 from fshard.schedule import refusals
 from fshard.schedule.ops import COMPUTE_KINDS, LOCAL, ROOT, STEP_KINDS, UNIT_KINDS, Op, microbatch_kinds, op_kinds
-from fshard.schedule.progress import Progress, Track, parts_of, tracks_of
+from fshard.schedule.progress import GroupProgress, Progress, parts_of, tracks_of
 from fshard.schedule.schedule import Schedule
 from fshard.schedule.stages import Local
 from fshard.schedule.text import op_lines
@@ -136,14 +136,14 @@ class _Run:
         for name in [infos[g].name for g in local.updated]:
             yield from self._stale(name, self.groups[name], f"'{op}' reads {name}")
 
-    def _filled(self, group: Track) -> Iterator[str]:
+    def _filled(self, group: GroupProgress) -> Iterator[str]:
         """What is wrong if a gradient is filled now."""
         for progress in group.path[:1]:
             if progress.under_way:
                 yield f"{group.info.name}'s gradient is filled again while its {_since(progress)}"
         yield from self._replaced(group)
 
-    def _replaced(self, group: Track) -> Iterator[str]:
+    def _replaced(self, group: GroupProgress) -> Iterator[str]:
         """Which pending updates still need the gradient that the step before has left."""
         for name in group.readers:
             if self._updates_first(self.groups[name]) and self.groups[name].updated_at < 0:
@@ -156,7 +156,7 @@ class _Run:
             yield f"{unit} reads {name}, which {missing}"
         yield from self._stale(name, group, f"{unit} reads {name}")
 
-    def _stale(self, name: str, group: Track, what: str) -> Iterator[str]:
+    def _stale(self, name: str, group: GroupProgress, what: str) -> Iterator[str]:
         """What is wrong if the parameters of a group are used now."""
         if self._updates_first(group):
             if group.updated_at < 0:
@@ -175,11 +175,11 @@ class _Run:
                 if each and progress.started < self._times(group, progress, part.microbatch):
                     yield f"{name} had no {progress.transfer.kind} in microbatch {part.microbatch}"
 
-    def _reduces(self, group: Track, microbatch: int) -> bool:
+    def _reduces(self, group: GroupProgress, microbatch: int) -> bool:
         fill = group.fill
         return fill.first <= microbatch <= fill.last and self.policy.reduces_in(microbatch, fill.last + 1)
 
-    def _times(self, group: Track, progress: Progress, microbatch: int) -> int:
+    def _times(self, group: GroupProgress, progress: Progress, microbatch: int) -> int:
         """How often a transfer has been started when that of a microbatch has."""
         if not progress.transfer.row.each_microbatch:
             return 1
@@ -187,7 +187,7 @@ class _Run:
             return int(microbatch == group.fill.last)
         return microbatch - group.fill.first + 1
 
-    def _transfer(self, at: int, op: Op, group: Track) -> Iterator[str]:
+    def _transfer(self, at: int, op: Op, group: GroupProgress) -> Iterator[str]:
         row = started(op.kind) or awaited(op.kind)
         assert row is not None  # ``_shape`` knows all kinds
         if row.stage == "read":
@@ -203,7 +203,7 @@ class _Run:
             progress.started, progress.at = progress.started + 1, at
             self.under_way[row.name] += progress.limited
 
-    def _start(self, op: Op, group: Track, progress: Progress) -> Iterator[str]:
+    def _start(self, op: Op, group: GroupProgress, progress: Progress) -> Iterator[str]:
         row, last = progress.transfer.row, group.fill.last
         microbatch = op.microbatch if row.each_microbatch else last
         if progress.under_way:
@@ -223,7 +223,7 @@ class _Run:
             beyond = f" allows {row.spare} more than that" if row.spare else ""
             yield f"{self.under_way[row.name]} {row.name} are under way; reduces={self.policy.reduces}{beyond}"
 
-    def _unready(self, name: str, group: Track, progress: Progress, microbatch: int) -> Iterator[str]:
+    def _unready(self, name: str, group: GroupProgress, progress: Progress, microbatch: int) -> Iterator[str]:
         """Why what a transfer reads is not complete."""
         if progress.before is not None:
             if progress.before.over < self._times(group, progress.before, microbatch):
@@ -237,7 +237,7 @@ class _Run:
                 yield f"'{self.due[completes]}' must come before"
             yield from self._replaced(group)
 
-    def _wait(self, op: Op, group: Track, progress: Progress) -> Iterator[str]:
+    def _wait(self, op: Op, group: GroupProgress, progress: Progress) -> Iterator[str]:
         row = progress.transfer.row
         if not progress.under_way or progress.started != self._times(group, progress, op.microbatch):
             of = f" of microbatch {op.microbatch}" if row.each_microbatch else ""
@@ -245,7 +245,7 @@ class _Run:
         progress.over = progress.started
         self.under_way[row.name] -= progress.limited
 
-    def _gather(self, at: int, op: Op, group: Track) -> Iterator[str]:
+    def _gather(self, at: int, op: Op, group: GroupProgress) -> Iterator[str]:
         use = group.next_use
         made, number = group.made
         if made >= self.done:
@@ -267,12 +267,12 @@ class _Run:
         if not group.kept:
             self.held[op.target] = None
 
-    def _gathered(self, op: Op, group: Track) -> Iterator[str]:
+    def _gathered(self, op: Op, group: GroupProgress) -> Iterator[str]:
         if group.slot != "coming":
             yield f"no {op.kind[5:]} of {op.target} is under way"
         group.slot = "live"
 
-    def _free(self, op: Op, group: Track) -> Iterator[str]:
+    def _free(self, op: Op, group: GroupProgress) -> Iterator[str]:
         if group.slot != "live":
             yield f"{op.target} {'is still under way' if group.slot == 'coming' else 'is not gathered'}"
         later = group.info.transfer("regather") is not None and group.next_use is not None
@@ -281,10 +281,10 @@ class _Run:
         group.slot, group.second = "free", op.kind == "reshard"
         self.held.pop(op.target, None)
 
-    def _updates_first(self, group: Track) -> bool:
+    def _updates_first(self, group: GroupProgress) -> bool:
         return group.updates and self.policy.update == "deferred"
 
-    def _update(self, at: int, op: Op, group: Track) -> Iterator[str]:
+    def _update(self, at: int, op: Op, group: GroupProgress) -> Iterator[str]:
         last = group.fill.last
         if not group.updates:
             why = "has no pending update" if group.info.trainable else "is frozen"
@@ -302,7 +302,7 @@ class _Run:
             yield f"{op.target} has no gradient of microbatch {last} yet"
         group.updated_at = at
 
-    def _incomplete(self, name: str, group: Track) -> Iterator[str]:
+    def _incomplete(self, name: str, group: GroupProgress) -> Iterator[str]:
         """What of a gradient's path is not over."""
         for progress in group.path:
             if progress.over < self._times(group, progress, group.fill.last):

@@ -19,7 +19,7 @@ from fshard.schedule.link import Link
 from fshard.schedule.ops import STEP_KINDS, Op
 from fshard.schedule.schedule import Schedule
 from fshard.schedule.transfers import Transfer, awaited, started
-from fshard.schedule.wires import Passing, Time, Wire, as_number, covered
+from fshard.schedule.wires import Passing, SharedWire, Time, as_number, covered
 from fshard.sharding.mesh import Mesh
 
 TICK = 4e-3
@@ -90,8 +90,8 @@ class Clock:
         self.now: Time = 0.0
         self.threads = Threads()
         self.worked: Time = 0.0
-        self.wires: dict[str, Wire] = {}
-        self.issued: list[tuple[int, Wire, Passing]] = []
+        self.wires: dict[str, SharedWire] = {}
+        self.issued: list[tuple[int, SharedWire, Passing]] = []
         self.under_way: dict[tuple[str, str], Issue] = {}
         self.copied: dict[str, Time] = {}  # when the copies of a kind of op are done
         self.behind: Time = 0.0  # by how much the last rank comes later than this one, which is like the mean of all
@@ -182,7 +182,7 @@ class Clock:
         name, link = self.costs.carrier(transfer)
         self._work(op, seconds + transfer.sent * link.sending)
         copied = self._copied(op)
-        wire = self.wires.setdefault(name, Wire(self.larger, self.smaller))
+        wire = self.wires.setdefault(name, SharedWire(self.larger, self.smaller))
         come = self.meet(copied, transfer.axes) + self.behind
         late = turn(link) if self.costs.slow > 1 and link.bytes_per_s < math.inf else 0.0
         passing = wire.add(f"{transfer.kind}({transfer.axes})", link, transfer.sent, self.now, come, late)
@@ -200,7 +200,7 @@ class Clock:
         self.copied[op.kind] = done
         return done
 
-    def _awaited(self, wire: Wire, passing: Passing, now: Time) -> Time:
+    def _awaited(self, wire: SharedWire, passing: Passing, now: Time) -> Time:
         """When a transfer arrives that is waited for from now on.
 
         If the rank waits, the last one is behind it from then on, by a part of the transfer's time; else by as much as

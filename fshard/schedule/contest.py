@@ -10,7 +10,7 @@ from statistics import median
 
 from fshard.schedule.auto import TIE, Candidate, Choice
 from fshard.schedule.build import build
-from fshard.schedule.candidates import Task
+from fshard.schedule.candidates import PolicyTask
 from fshard.schedule.check import check
 from fshard.schedule.policy import Policy
 from fshard.schedule.schedule import Schedule
@@ -154,7 +154,7 @@ def held(contenders: Sequence[Contender]) -> int:
     return max(peak - arena for peak, arena in zip(peaks, arenas, strict=True)) + max(arenas)
 
 
-def scheduled(task: Task, policy: Policy) -> Schedule:
+def scheduled(task: PolicyTask, policy: Policy) -> Schedule:
     """The schedule that a task has under a policy."""
     return build(task.program, task.under(policy).groups, policy, task.accumulate, task.train)
 

@@ -13,7 +13,7 @@ from statistics import fmean
 from fshard.errors import PlanError
 from fshard.schedule.clock import Clock
 from fshard.schedule.costs import Costs
-from fshard.schedule.fit_links import NO_STREAMS, Sample, Stream, apart, busy, line
+from fshard.schedule.fit_links import NO_STREAMS, LinkStream, Sample, apart, busy, line
 from fshard.schedule.link import Link
 from fshard.schedule.ops import COMPUTE_KINDS, STEP_KINDS
 from fshard.schedule.policy import Policy
@@ -90,7 +90,7 @@ def fit(
     host: float,
     processors: float,
     machine: str,
-    streams: Mapping[str, Stream] = NO_STREAMS,
+    streams: Mapping[str, LinkStream] = NO_STREAMS,
     overlap: Overlap | None = None,
 ) -> Costs:
     """The costs that a measured schedule had.

@@ -19,7 +19,7 @@ TURNS = 3
 
 
 @dataclass(frozen=True)
-class Stream:
+class LinkStream:
     """What a link does that is kept busy.
 
     Attributes:
@@ -37,7 +37,7 @@ class Stream:
     together: int = 1
 
 
-NO_STREAMS: Mapping[str, Stream] = MappingProxyType({})
+NO_STREAMS: Mapping[str, LinkStream] = MappingProxyType({})
 
 SLOWER = 1.1
 """A link is shaped if its steady rate is less than that of transfers apart from each other by more than this factor."""
@@ -50,7 +50,7 @@ SETTLED = 1.25
 """A series has come to the steady rate if its second half was no faster than this, compared with that rate."""
 
 
-def settled(series: Sequence[Sequence[float]], sent: int) -> Stream:
+def settled(series: Sequence[Sequence[float]], sent: int) -> LinkStream:
     """What a link does, from series of equal transfers, which come to its steady rate in the longest ones at least.
 
     Args:
@@ -66,7 +66,7 @@ def settled(series: Sequence[Sequence[float]], sent: int) -> Stream:
         burst += len(times) * sent - rate * times[-1]
         if _second_half(times, sent) <= SETTLED * rate:
             break
-    return Stream(rate, max(burst, 0.0))
+    return LinkStream(rate, max(burst, 0.0))
 
 
 def _steady(times: Sequence[float], sent: int) -> float:
@@ -111,7 +111,7 @@ def _rate(carrying: float) -> float:
 
 def busy(
     axes: str,
-    stream: Stream,
+    stream: LinkStream,
     links: Mapping[str, Link],
     found: Mapping[str, Sequence[Sample]],
     slow: float,
@@ -145,7 +145,7 @@ def _copied(own: Mapping[str, Link], slow: float) -> dict[str, Link]:
 
 
 def _carried(
-    own: Mapping[str, Link], stream: Stream, found: Mapping[str, Sequence[Sample]], slow: float, period: float
+    own: Mapping[str, Link], stream: LinkStream, found: Mapping[str, Sequence[Sample]], slow: float, period: float
 ) -> dict[str, Link]:
     """Links that carry bytes while the thread computes."""
     every = [sample for key in own for sample in found[key]]
@@ -160,7 +160,7 @@ def _carried(
     return {key: _burst(link, [each for each in found[key] if each not in late], stream) for key, link in own.items()}
 
 
-def _ahead(samples: Sequence[Sample], stream: Stream, shaped: bool, work: float) -> float:
+def _ahead(samples: Sequence[Sample], stream: LinkStream, shaped: bool, work: float) -> float:
     """The bytes by which transfers apart from each other are ahead of the steady rate; 0 if it is not they that differ.
 
     Where the link itself is what is slow, and not its threads, transfers can be faster for no other reason, unless a
@@ -178,7 +178,7 @@ def _ahead(samples: Sequence[Sample], stream: Stream, shaped: bool, work: float)
     return max(ahead, 0.0) if _even(samples, stream) or (slow and not explained) else 0.0
 
 
-def _even(samples: Sequence[Sample], stream: Stream) -> bool:
+def _even(samples: Sequence[Sample], stream: LinkStream) -> bool:
     """Whether transfers apart from each other have the steady rate, and are ahead of it by the same bytes.
 
     That says the slope of their times by size: the median of those of all pairs (Theil and Sen), for some waits are
@@ -189,7 +189,7 @@ def _even(samples: Sequence[Sample], stream: Stream) -> bool:
     return bool(slopes) and 1 / SLOWER < median(slopes) * stream.rate < SLOWER
 
 
-def _bounded(link: Link, samples: Sequence[Sample], stream: Stream) -> Link:
+def _bounded(link: Link, samples: Sequence[Sample], stream: LinkStream) -> Link:
     """A link that is not shaped: what it reaches when it is kept busy, and with one transfer, which may be far less."""
     sizes = [sample.sent for sample in samples]
     latency, carrying = line(sizes, [sample.carried for sample in samples], 1 / stream.rate)
@@ -197,7 +197,7 @@ def _bounded(link: Link, samples: Sequence[Sample], stream: Stream) -> Link:
     return replace(link, bytes_per_s=max(stream.rate, peak), latency=latency, peak=peak, together=stream.together)
 
 
-def _shaped(link: Link, stream: Stream, slow: float) -> bool:
+def _shaped(link: Link, stream: LinkStream, slow: float) -> bool:
     """Whether a link is slower, when it is kept busy, than all that a transfer takes apart from others."""
     return 1 / stream.rate > SLOWER * (_work(link) * slow + 1 / link.bytes_per_s)
 
@@ -207,7 +207,7 @@ def _work(link: Link) -> float:
     return link.sending + link.beside + link.taking
 
 
-def _delayed(samples: Sequence[Sample], stream: Stream, period: float) -> set[Sample]:
+def _delayed(samples: Sequence[Sample], stream: LinkStream, period: float) -> set[Sample]:
     """The transfers of a step that waited for the steady rate of their link, step after step."""
     late: set[Sample] = set()
     steady = 0.0
@@ -220,7 +220,7 @@ def _delayed(samples: Sequence[Sample], stream: Stream, period: float) -> set[Sa
     return late
 
 
-def _burst(link: Link, free: Sequence[Sample], stream: Stream) -> Link:
+def _burst(link: Link, free: Sequence[Sample], stream: LinkStream) -> Link:
     """A link that is shaped, given the transfers that went at once."""
     latency, carrying = 0.0, 0.0
     if free:

@@ -67,7 +67,7 @@ def stamped(ops: Sequence[Op], ran: Sequence[Op], times: Sequence[float]) -> lis
 
 
 @dataclass(frozen=True)
-class Entry:
+class FlightEntry:
     """A rank came to an op: the seconds since the epoch, the run, the op and the schedule, by their numbers."""
 
     time: float
@@ -77,7 +77,7 @@ class Entry:
 
 
 @dataclass(frozen=True)
-class Record:
+class RankRecord:
     """What one rank has left.
 
     Attributes:
@@ -93,7 +93,7 @@ class Record:
 
     rank: int
     ranks: int
-    entries: Sequence[Entry]
+    entries: Sequence[FlightEntry]
     schedules: Mapping[int, Schedule] = field(repr=False)
     reason: str = ""
     written: float = 0.0
@@ -111,7 +111,7 @@ class Record:
         """When anything was last noted or written; 0 if nothing was."""
         return max([self.written, *(entry.time for entry in self.entries[-1:])])
 
-    def words(self, entry: Entry) -> str:
+    def words(self, entry: FlightEntry) -> str:
         """An entry in words."""
         if entry.op == OVER:
             return f"between steps, after run {entry.run}"
@@ -120,7 +120,7 @@ class Record:
             return f"op {entry.op} of run {entry.run}"
         return f"op {entry.op} of {len(schedule)}, '{printable(str(schedule[entry.op]))}', of run {entry.run}"
 
-    def waits(self, entry: Entry) -> bool:
+    def waits(self, entry: FlightEntry) -> bool:
         """Whether the op of an entry waits for other ranks."""
         schedule = self.schedules.get(entry.schedule)
         if entry.op == OVER or schedule is None or not 0 <= entry.op < len(schedule):
@@ -129,7 +129,7 @@ class Record:
         return awaited(kind) is not None or kind in STEP_KINDS
 
 
-def read_records(folder: Path) -> list[Record]:
+def read_records(folder: Path) -> list[RankRecord]:
     """The records of all ranks in a folder.
 
     Raises:
@@ -144,7 +144,7 @@ def read_records(folder: Path) -> list[Record]:
     return sorted(found, key=lambda record: record.rank)
 
 
-def _record(path: Path) -> Iterator[Record]:
+def _record(path: Path) -> Iterator[RankRecord]:
     """The record of a file, without entries if it cannot be read; none if the file is not of a rank."""
     name = NAME.fullmatch(path.name)
     if name is None or path.is_dir():
@@ -159,13 +159,13 @@ def _record(path: Path) -> Iterator[Record]:
             raise ValueError(f"rank {rank} of {ranks}")
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError):
         damaged = f"{path.name} cannot be read: it is damaged, or being made"
-        yield Record(int(name[1]), 0, (), {}, damage=damaged)
+        yield RankRecord(int(name[1]), 0, (), {}, damage=damaged)
         return
     beyond = max(len(content) - HEADER, 0) % RECORD.size
     damage = [f"{path.name} is cut off within its last entry"] if beyond or len(content) < HEADER else []
     body = content[HEADER : len(content) - beyond]
     rows = [row for row in RECORD.iter_unpack(body) if 0 < row[0] < math.inf]
-    entries = [Entry(seconds + clock, run, op, number) for seconds, run, op, number in sorted(rows)]
+    entries = [FlightEntry(seconds + clock, run, op, number) for seconds, run, op, number in sorted(rows)]
     schedules = {}
     for number in sorted({entry.schedule for entry in entries})[:SCHEDULES]:
         text = path.parent / schedule_name(rank, number)
@@ -173,10 +173,10 @@ def _record(path: Path) -> Iterator[Record]:
             schedules[number] = parse(read_text(text, TEXT))
         except (ShardError, ValueError):
             damage.append(f"{text.name} cannot be read: its ops are told by number")
-    yield Record(rank, ranks, entries, schedules, reason, written and written + clock, lost, "; ".join(damage))
+    yield RankRecord(rank, ranks, entries, schedules, reason, written and written + clock, lost, "; ".join(damage))
 
 
-def of_one_job(records: Sequence[Record]) -> tuple[list[Record], list[Record]]:
+def of_one_job(records: Sequence[RankRecord]) -> tuple[list[RankRecord], list[RankRecord]]:
     """The records of the newest job, and those of others that had other numbers of ranks and used the same folder."""
     newest = max(records, key=lambda record: (record.ranks > 0, record.latest))
     ranks = newest.ranks or math.inf  # of a damaged record they are not known
@@ -184,7 +184,7 @@ def of_one_job(records: Sequence[Record]) -> tuple[list[Record], list[Record]]:
     return mine, [record for record in records if record not in mine]
 
 
-def verdict(records: Sequence[Record]) -> str:
+def verdict(records: Sequence[RankRecord]) -> str:
     """Who waits for whom, in words of the schedule: when the first rank gave up, if one did; else now."""
     records, others = of_one_job(records)
     first, there = first_lost(records), [record for record in records if record.entries]
@@ -200,7 +200,7 @@ def verdict(records: Sequence[Record]) -> str:
     return "\n".join([*lines, *_rows(there, known, first)])
 
 
-def _unusable(records: Sequence[Record], others: Sequence[Record]) -> Iterator[str]:
+def _unusable(records: Sequence[RankRecord], others: Sequence[RankRecord]) -> Iterator[str]:
     """What is wrong with records, and which are of other jobs."""
     yield from (f"{ranks_text([record.rank])}: {record.damage}" for record in records if record.damage)
     for ranks in sorted({record.ranks for record in others}):
@@ -208,12 +208,12 @@ def _unusable(records: Sequence[Record], others: Sequence[Record]) -> Iterator[s
         yield f"{ranks_text(left)} of another job, of {ranks or 'more'} ranks: left out"
 
 
-def _missing(records: Sequence[Record], found: Collection[int]) -> list[int]:
+def _missing(records: Sequence[RankRecord], found: Collection[int]) -> list[int]:
     """The ranks that have left nothing."""
     return [rank for rank in range(max(record.ranks for record in records)) if rank not in found]
 
 
-def _rows(records: Sequence[Record], known: Mapping[int, Record], first: float) -> Iterator[str]:
+def _rows(records: Sequence[RankRecord], known: Mapping[int, RankRecord], first: float) -> Iterator[str]:
     """Where each rank was when the first one gave up, if one did; else is."""
     newest, when = first, "the first rank gave up"
     if math.isinf(first):
@@ -228,19 +228,21 @@ def _rows(records: Sequence[Record], known: Mapping[int, Record], first: float) 
         yield from (f"    {printable(line)}" for line in record.reason.splitlines()[:1])
 
 
-def first_lost(records: Sequence[Record]) -> float:
+def first_lost(records: Sequence[RankRecord]) -> float:
     """When the first rank gave up waiting for others, in the latest runs in which one did; infinity if none did."""
     lost = [record for record in records if record.lost and record.entries]
     latest = max((record.entries[-1].run for record in lost), default=0)
     return min((record.written for record in lost if record.entries[-1].run >= latest - 1), default=math.inf)
 
 
-def until(record: Record, seconds: float) -> Record:
+def until(record: RankRecord, seconds: float) -> RankRecord:
     """The record as it was at a time: a rank that was late then may have gone on."""
     return replace(record, entries=[entry for entry in record.entries if entry.time <= seconds] or record.entries[:1])
 
 
-def _awaited(known: Mapping[int, Record], absent: Sequence[int], gave_up: Sequence[int], unread: Sequence[int]) -> str:
+def _awaited(
+    known: Mapping[int, RankRecord], absent: Sequence[int], gave_up: Sequence[int], unread: Sequence[int]
+) -> str:
     """Which ranks wait for which others. Those that gave up waited, between steps too, as in a checkpoint."""
     waiting = [rank for rank, record in known.items() if record.waits(record.entries[-1]) or rank in gave_up]
     late = [*absent, *_behind(known, waiting)]
@@ -259,7 +261,7 @@ def _waiting(ranks: Sequence[int]) -> str:
     return f"{ranks_text(ranks)} {'wait' if len(ranks) > 1 else 'waits'}"
 
 
-def _behind(known: Mapping[int, Record], waiting: Sequence[int]) -> list[int]:
+def _behind(known: Mapping[int, RankRecord], waiting: Sequence[int]) -> list[int]:
     """The ranks that have come least far; none where all are at one op and wait there, or have ended."""
     places = {rank: record.place for rank, record in known.items()}
     least = min(places.values())

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from fshard import markup
 from fshard.arguments import size_text
-from fshard.schedule.memory import Memory
+from fshard.schedule.memory import ScheduleMemory
 from fshard.schedule.ops import COMPUTE_KINDS, ROOT
 from fshard.schedule.schedule import Schedule
 
@@ -107,7 +107,7 @@ def _direct(schedule: Schedule) -> frozenset[tuple[int, str]]:
     return frozenset(found)
 
 
-def _begun(memory: Memory, kind: str, groups: Sequence[str], ops: int) -> list[int]:
+def _begun(memory: ScheduleMemory, kind: str, groups: Sequence[str], ops: int) -> list[int]:
     """Bytes of the items of a kind, of some groups, that begin at each op."""
     begun = [0] * ops
     for item in [f"{kind}:{group}" for group in groups]:

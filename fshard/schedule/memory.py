@@ -47,7 +47,7 @@ ALIGN = 256
 
 
 @dataclass(frozen=True)
-class Memory:
+class ScheduleMemory:
     """The memory of one schedule. All sizes are bytes, rounded up to ``ALIGN``.
 
     Attributes:
@@ -95,7 +95,7 @@ class Memory:
         return "\n".join(rows)
 
 
-def plan_memory(ops: Sequence[Op], groups: Sequence[GroupInfo], stages: Stages) -> Memory:
+def plan_memory(ops: Sequence[Op], groups: Sequence[GroupInfo], stages: Stages) -> ScheduleMemory:
     """Lifetimes of everything that these ops hold, and offsets of what lies in the arena."""
     sizes: dict[str, int] = {}
     lifetimes: dict[str, list[Span]] = {}
@@ -109,7 +109,7 @@ def plan_memory(ops: Sequence[Op], groups: Sequence[GroupInfo], stages: Stages) 
     bound = max(alive, default=0)
     offsets = dict(zip(inside, pack(list(inside.values()), [spans[item] for item in inside], bound), strict=True))
     arena = max((offsets[item] + size for item, size in inside.items()), default=0)
-    return Memory(
+    return ScheduleMemory(
         arena_bytes=arena,
         lower_bound=bound,
         peak_bytes=arena + max(beside, default=0),

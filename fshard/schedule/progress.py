@@ -51,7 +51,7 @@ NEVER = Fill("", -1, 0, 0)
 
 
 @dataclass
-class Track:
+class GroupProgress:
     """What has happened to one group so far."""
 
     info: GroupInfo
@@ -82,7 +82,7 @@ class Track:
 
 
 @dataclass(frozen=True)
-class Part:
+class PartProgress:
     """A microbatch of a pass, or the code between two passes.
 
     Args:
@@ -100,28 +100,28 @@ class Part:
     local: Local | None = None
 
 
-def parts_of(schedule: Schedule) -> list[Part]:
+def parts_of(schedule: Schedule) -> list[PartProgress]:
     """The parts of a step, in order."""
-    groups, parts = schedule.groups, list[Part]()
+    groups, parts = schedule.groups, list[PartProgress]()
     start = microbatch = 0
     for stage in schedule.stages.stages:
         if isinstance(stage, Local):
-            parts.append(Part(start, max(microbatch - 1, 0), {}, {}, stage))
+            parts.append(PartProgress(start, max(microbatch - 1, 0), {}, {}, stage))
             start += 1
             continue
         reads = {unit: [groups[i].name for i in ids] for unit, ids in stage.program.reads.items()}
         fills = _fills(stage, groups, microbatch)
         for _ in range(stage.accumulate):
-            parts.append(Part(start, microbatch, reads, fills))
+            parts.append(PartProgress(start, microbatch, reads, fills))
             start += len(stage.program.computes)
             microbatch += 1
     return parts
 
 
-def tracks_of(schedule: Schedule, parts: Sequence[Part]) -> dict[str, Track]:
+def tracks_of(schedule: Schedule, parts: Sequence[PartProgress]) -> dict[str, GroupProgress]:
     """All groups, by name, before the first op."""
     stages, groups, kept = schedule.stages, schedule.groups, schedule.policy.kept(schedule.stages)
-    tracks = {info.name: Track(info, g in kept, g in stages.updates) for g, info in enumerate(groups)}
+    tracks = {info.name: GroupProgress(info, g in kept, g in stages.updates) for g, info in enumerate(groups)}
     for fill in [fill for part in parts for fill in part.fills.values()]:
         tracks[fill.gradient].fill = fill
     _place(schedule, parts, tracks)
@@ -135,7 +135,7 @@ def tracks_of(schedule: Schedule, parts: Sequence[Part]) -> dict[str, Track]:
     return tracks
 
 
-def _place(schedule: Schedule, parts: Sequence[Part], tracks: Mapping[str, Track]) -> None:
+def _place(schedule: Schedule, parts: Sequence[PartProgress], tracks: Mapping[str, GroupProgress]) -> None:
     """Write down where groups are read and made."""
     local = 0
     for part in parts:

@@ -7,7 +7,7 @@ from functools import cached_property
 from typing import overload
 
 from fshard.schedule.html import render_html
-from fshard.schedule.memory import Memory, plan_memory
+from fshard.schedule.memory import ScheduleMemory, plan_memory
 from fshard.schedule.misfits import refuse_misfits
 from fshard.schedule.ops import GroupInfo, Op, Program
 from fshard.schedule.policy import Policy
@@ -67,7 +67,7 @@ class Schedule:
         return hashlib.sha256(str(self).encode()).hexdigest()
 
     @cached_property
-    def memory(self) -> Memory:
+    def memory(self) -> ScheduleMemory:
         """What the arena holds at each op, and where.
 
         Raises:

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
-from fshard.schedule.flight import Record, ranks_text
+from fshard.schedule.flight import RankRecord, ranks_text
 from fshard.schedule.ops import STEP_KINDS
 
 LEAST = 0.05
@@ -26,7 +26,7 @@ class Waits(NamedTuple):
     waited: Mapping[int, Mapping[str, float]]
 
 
-def waits(records: Sequence[Record]) -> Waits:
+def waits(records: Sequence[RankRecord]) -> Waits:
     """The waits in the runs that the records of all ranks have.
 
     Whoever waits least where all ranks meet came last: the others waited for it, by how much longer they were there. So
@@ -44,7 +44,7 @@ def waits(records: Sequence[Record]) -> Waits:
     return Waits(len({run for run, _, _ in common}), max(times) - min(begun) if times else 0.0, waited)
 
 
-def straggler(records: Sequence[Record]) -> str:
+def straggler(records: Sequence[RankRecord]) -> str:
     """The rank that others wait for most, in words; empty if no two ranks have met."""
     steps, seconds, waited = waits(records) if records else Waits(0, 0.0, {})
     if not steps or seconds <= 0:
@@ -58,7 +58,7 @@ def straggler(records: Sequence[Record]) -> str:
     return f"the straggler is {ranks_text([rank])}: the others waited {share} for it, {kinds}"
 
 
-def _met(record: Record) -> dict[tuple[int, int, str], tuple[float, float]]:
+def _met(record: RankRecord) -> dict[tuple[int, int, str], tuple[float, float]]:
     """The meetings of a rank with all others, by run, op and kind of op: the time of each, and its seconds."""
     found = {}
     for entry, following in pairwise(record.entries):

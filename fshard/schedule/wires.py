@@ -42,7 +42,7 @@ class Passing:
 
 
 @dataclass(eq=False)
-class Wire:
+class SharedWire:
     """A wire. A lane carries one transfer after the other, and the lanes that carry some get equal parts of the wire.
 
     This is processor sharing: while a lane needs the wire for some seconds, each of the others gets no more than that.
@@ -91,7 +91,7 @@ class Wire:
             self._next(passing.arrival)
         return passing.arrival
 
-    def awaited(self, passing: Passing, now: Time, wires: Iterable["Wire"]) -> Time:
+    def awaited(self, passing: Passing, now: Time, wires: Iterable["SharedWire"]) -> Time:
         """The same, if the device waits for it from now on. Meanwhile threads have its processor, on all its wires."""
         self._until(now)
         waits = as_number(passing.arrival >= NEVER)

@@ -8,7 +8,7 @@ from fshard.played.everywhere import called_on_each_rank
 from fshard.runtime.comm import collective_call, enter
 from fshard.runtime.execution import Shard, Shards
 from fshard.runtime.memory import same_memory
-from fshard.state.memory import Memory
+from fshard.state.memory import StateMemory
 from fshard.state.train_state import TrainState
 
 
@@ -55,4 +55,4 @@ def averaged(state: TrainState, name: str = "ema") -> TrainState:
         if group.trainable and group.opt_parts > 1:
             own = apply(own, Collect(Ranks(plan.mesh, group.opt_axes), -1))
         shards.append(Shard(own, {}))
-    return TrainState(plan, state.step, state.seed, Memory(plan, Shards(shards)), past=state.past)
+    return TrainState(plan, state.step, state.seed, StateMemory(plan, Shards(shards)), past=state.past)

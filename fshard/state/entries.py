@@ -16,7 +16,7 @@ from fshard.runtime.memory import memory_space
 from fshard.sharding.plan import Plan
 from fshard.state.exchanges import ANCHOR, Exchanges
 from fshard.state.fit import check_optimizer
-from fshard.state.memory import Memory
+from fshard.state.memory import StateMemory
 from fshard.state.past import Past
 from fshard.state.pieces import PARAMS, Entry, entries_of
 from fshard.state.train_state import TrainState
@@ -89,7 +89,7 @@ def assemble(
     shards = []
     for group in plan.groups:
         shards.append(Shard(memory_space(group.kinds.param, plan.mesh).zeros(*group.kept), {}))
-    for entry in entries(TrainState(plan, 0, 0, Memory(plan, Shards(shards)))):
+    for entry in entries(TrainState(plan, 0, 0, StateMemory(plan, Shards(shards)))):
         fill(entry)
     if made is not None:
         # What starts from the parameters, such as an average of them, starts from these.
@@ -99,7 +99,7 @@ def assemble(
         scale = Scale(float(values["loss_scale"]), int(values.get("loss_scale_good", 0)))
     trained = [path for path, leaf in plan.leaves.items() if leaf.trainable and opt is not None]
     late = {path: int(values[LATE + path]) for path in trained if values.get(LATE + path)}
-    memory, past = Memory(plan, Shards(shards)), replace(past or Past(), exchanges=_exchanges(values, shards))
+    memory, past = StateMemory(plan, Shards(shards)), replace(past or Past(), exchanges=_exchanges(values, shards))
     summed = values.get(SUMMED)
     state = TrainState(plan, int(values["step"]), int(values["seed"]), memory, scale, count, late, past, summed)
     for entry in _beside(state):

@@ -11,7 +11,7 @@ from fshard import tree
 from fshard.errors import PlanError, StateError, TreeError, lines
 from fshard.played.cooperative import playing
 from fshard.sharding.plan import Plan
-from fshard.state.memory import Memory, version
+from fshard.state.memory import StateMemory, version
 from fshard.state.pieces import entries_of, split_name
 
 
@@ -22,7 +22,7 @@ class MemoryOfAllRanks:
     never reaches the shards, and whoever uses the state next is told of it.
     """
 
-    def __init__(self, plan: Plan, memories: Sequence[Memory]) -> None:
+    def __init__(self, plan: Plan, memories: Sequence[StateMemory]) -> None:
         self.all_plan, self.memories = plan, tuple(memories)
         self._copies = WholeCopies()
 
@@ -67,7 +67,7 @@ class MemoryOfAllRanks:
         return MemoryOfAllRanks(self.all_plan, made)
 
     def check_unwritten(self) -> None:
-        """As ``Memory.check_unwritten``. Outside of ``run`` copies were written to: the state is as it was."""
+        """As ``StateMemory.check_unwritten``. Outside of ``run`` copies were written to: the state is as it was."""
         if not self.all_plan.mesh.everywhere:
             self.here.check_unwritten()
             return
@@ -85,7 +85,7 @@ class MemoryOfAllRanks:
             )
 
     @property
-    def here(self) -> Memory:
+    def here(self) -> StateMemory:
         """The memory of the rank that runs."""
         thread = playing()
         assert thread is not None
@@ -128,7 +128,7 @@ class WholeCopies:
         return list(dict.fromkeys(wrong))
 
 
-def _whole(plan: Plan, step: int, memories: Sequence[Memory], kind: str) -> dict[str, Any]:
+def _whole(plan: Plan, step: int, memories: Sequence[StateMemory], kind: str) -> dict[str, Any]:
     """The trees of one kind of entries, ``"params"`` or ``"opt"``, of whole tensors."""
     flat: dict[str, Tensor] = {}
     for memory in memories:
@@ -154,7 +154,7 @@ def _whole(plan: Plan, step: int, memories: Sequence[Memory], kind: str) -> dict
     return {name: tree.nest(leaves) for name, leaves in parts.items()}
 
 
-def _parts(memory: Memory, step: int, whole: Mapping[str, Tensor]) -> dict[str, Any]:
+def _parts(memory: StateMemory, step: int, whole: Mapping[str, Tensor]) -> dict[str, Any]:
     """A rank's parts of whole parameters, a tree like its own."""
     own = dict(tree.paths(memory.params(step)))
     for entry in entries_of(memory.plan, memory.whole(step), memory.plan.leaves):

@@ -27,7 +27,7 @@ _ATTRIBUTE = "_fshard_flat"
 
 
 @dataclass(frozen=True, eq=False)
-class Form:
+class FlatForm:
     """Which leaves of a plan a tree has, and where each lies in the chunk of its group.
 
     Attributes:
@@ -108,9 +108,9 @@ class Form:
         return [found[path] for path in self.order.paths]
 
 
-def form_of(plan: Plan, paths: Sequence[str] | None = None, what: str = "this rank's part of each leaf") -> Form:
+def form_of(plan: Plan, paths: Sequence[str] | None = None, what: str = "this rank's part of each leaf") -> FlatForm:
     """The form of trees with these leaves of a plan; by default with all."""
-    return Form(plan, LeafOrder(what, plan.leaves if paths is None else paths), what)
+    return FlatForm(plan, LeafOrder(what, plan.leaves if paths is None else paths), what)
 
 
 class Flat:
@@ -121,7 +121,7 @@ class Flat:
         chunks: this rank's chunk of each group, 1-D, by group id. Elements of no leaf of it are zero.
     """
 
-    def __init__(self, form: Form, chunks: Mapping[int, Tensor]) -> None:
+    def __init__(self, form: FlatForm, chunks: Mapping[int, Tensor]) -> None:
         self.form, self._chunks = form, chunks
 
     donated = False
@@ -224,7 +224,7 @@ def known_flat(given: Any) -> Flat | None:
     return flat if same else None
 
 
-def flat_of(given: Any, form: Form, what: str = "") -> Flat:
+def flat_of(given: Any, form: FlatForm, what: str = "") -> Flat:
     """A tree of shards as chunks: those behind it, or new ones with copies of its leaves.
 
     Raises:
@@ -238,7 +238,7 @@ def flat_of(given: Any, form: Form, what: str = "") -> Flat:
         return Flat(form, _filled(form, leaves))
 
 
-def _filled(form: Form, leaves: Sequence[Tensor]) -> dict[int, Tensor]:
+def _filled(form: FlatForm, leaves: Sequence[Tensor]) -> dict[int, Tensor]:
     """Chunks with copies of leaves."""
     chunks = {
         group.id: memory_space(group.kinds.param, form.plan.mesh).zeros(group.chunk, group.dtype)
@@ -267,6 +267,6 @@ def same_layout(a: Plan, b: Plan) -> bool:
     )
 
 
-def _alike(a: Form, b: Form) -> bool:
+def _alike(a: FlatForm, b: FlatForm) -> bool:
     """Whether trees of two forms have the same leaves at the same places."""
     return a.order.paths == b.order.paths and same_layout(a.plan, b.plan)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fshard import tree
 from fshard.arguments import Want, expect
-from fshard.collectives.linear import Collect, Cut, apply
+from fshard.collectives.linear import Collect, LinearCut, apply
 from fshard.collectives.ranks import Ranks
 from fshard.errors import PlanError, TreeError, lines, no_processes
 from fshard.model.init import Initializer, Scaled, fill
@@ -26,7 +26,7 @@ from fshard.sharding.layout import Group, Piece, global_index
 from fshard.sharding.plan import Plan
 from fshard.state.elementwise import know_shards
 from fshard.state.fit import check_optimizer
-from fshard.state.memory import Memory
+from fshard.state.memory import StateMemory
 from fshard.state.pack import cut_leaves, cut_pieces, join_leaves, join_pieces, narrow, widen
 from fshard.state.past import Past, initializers_told, samples
 from fshard.state.train_state import TrainState
@@ -149,7 +149,7 @@ def start(
         param = _shard_of(plan, group, value)
         shards.append(Shard(param, {}) if made is None else start_shard(group, plan.mesh, made, param))
     late = [path for path, leaf in plan.leaves.items() if leaf.trainable and step and made is not None]
-    memory, begun = Memory(plan, Shards(shards)), dict.fromkeys(late, step)
+    memory, begun = StateMemory(plan, Shards(shards)), dict.fromkeys(late, step)
     return TrainState(plan, step, seed, memory, late=begun, past=past or Past(made={}))
 
 
@@ -182,7 +182,7 @@ def shard(full: Mapping[str, Any], plan: Plan) -> dict[str, Any]:
     for group in plan.groups:
         placed = [flat[leaf.path].to(device=plan.mesh.device, dtype=group.dtype) for leaf in group.leaves]
         leaves = [narrow(leaf, plan.mesh, tensor) for leaf, tensor in zip(group.leaves, placed, strict=True)]
-        chunk = apply(join_leaves(group, leaves), Cut(_ranks(plan, group), -1))
+        chunk = apply(join_leaves(group, leaves), LinearCut(_ranks(plan, group), -1))
         pieces = cut_pieces(group, plan.mesh, chunk)
         out.update((leaf.path, piece) for leaf, piece in zip(group.leaves, pieces, strict=True))
     made = tree.nest({path: out[path] for path in plan.leaves})

@@ -11,7 +11,7 @@ from torch import Tensor
 from fshard import tree
 from fshard.arguments import described
 from fshard.errors import DonatedError, StateError, TreeError, lines
-from fshard.runtime.execution import Pending, Several, Shard, Shards
+from fshard.runtime.execution import PendingUpdate, Several, Shard, Shards
 from fshard.runtime.memory import BufferLayout, keep, memory_space, values_of
 from fshard.sharding.layout import Group
 from fshard.sharding.plan import Plan
@@ -90,7 +90,7 @@ def _fill(
 
 
 @dataclass(frozen=True)
-class Given:
+class Donation:
     """What a memory has given away, until the next state is used.
 
     Attributes:
@@ -100,13 +100,13 @@ class Given:
         stale: the groups that lacked what other ranks had updated.
     """
 
-    to: Callable[[], "Memory | None"]
+    to: Callable[[], "StateMemory | None"]
     shards: Shards
-    pending: Pending | Several | None
+    pending: PendingUpdate | Several | None
     stale: dict[int, None]
 
 
-class Memory:
+class StateMemory:
     """What a state holds: the shards, the update that still waits for them, and the trees that were read.
 
     States that are equal because one is a copy of the other, as by ``dataclasses.replace``, have one memory.
@@ -127,7 +127,7 @@ class Memory:
         self,
         plan: Plan,
         shards: Shards | None,
-        pending: Pending | Several | None = None,
+        pending: PendingUpdate | Several | None = None,
         stale: Mapping[int, None] | None = None,
     ) -> None:
         self.plan, self.pending, self.stale = plan, pending, dict(stale or {})
@@ -138,11 +138,11 @@ class Memory:
         self._params: Any = None
         self._opt: Any = None
         self._read: list[tuple[Tensor, int]] = []
-        self._given: Given | None = None
-        self._giver: Memory | None = None
+        self._given: Donation | None = None
+        self._giver: StateMemory | None = None
 
     @classmethod
-    def of(cls, layout: Layout, params: Any, opt_state: Any) -> "Memory":
+    def of(cls, layout: Layout, params: Any, opt_state: Any) -> "StateMemory":
         """The memory of trees. They become buffers when a step, or anything else, asks for these."""
         out = cls(layout.plan, None)
         out._loose, out._params, out._opt = layout, params, opt_state
@@ -227,20 +227,20 @@ class Memory:
                 self._opt = {name: self._tree(_viewer(self.plan, shards, name)) for name in names}
         return self._opt
 
-    def clone(self, step: int) -> "Memory":
+    def clone(self, step: int) -> "StateMemory":
         """The same values in memory of its own."""
         if self._loose is not None:
             params, opt = tree.mapped(_cloned, (self._params, self._opt))
-            return Memory.of(self._loose, params, opt)
-        return Memory(self.plan, self.applied(step).clone(), None, self.stale)
+            return StateMemory.of(self._loose, params, opt)
+        return StateMemory(self.plan, self.applied(step).clone(), None, self.stale)
 
-    def with_params(self, step: int, params: Any) -> "Memory":
+    def with_params(self, step: int, params: Any) -> "StateMemory":
         """Memory of its own with other parameters and the same optimizer state."""
         flat = self.plan.check_tree(params, whole=False, what="params")
         opt = tree.mapped(_cloned, self.opt_state(step))
-        made = Memory.of(self.layout(step), tree.mapped(_cloned, tree.nest(flat)), opt)
+        made = StateMemory.of(self.layout(step), tree.mapped(_cloned, tree.nest(flat)), opt)
         if any("update_gather" in group.wires for group in self.plan.groups):
-            made = Memory(self.plan, Shards([shard.with_param(shard.param) for shard in made.shards(step)]))
+            made = StateMemory(self.plan, Shards([shard.with_param(shard.param) for shard in made.shards(step)]))
         made.lent = self.lent
         made.origin = self.origin
         return made
@@ -249,7 +249,7 @@ class Memory:
         """Note that ranks have compared what they hold copies of."""
         self.compared = True
 
-    def donate(self, to: "Memory | None" = None) -> None:
+    def donate(self, to: "StateMemory | None" = None) -> None:
         """Give the memory away: every tensor that was read from it can no longer be used.
 
         Args:
@@ -263,7 +263,7 @@ class Memory:
                     tensor.set_()  # type: ignore[call-overload]
                 tensor.__class__ = Donated
         if to is not None and self._shards is not None:
-            self._given, to._giver = Given(weakref.ref(to), self._shards, self.pending, self.stale), self
+            self._given, to._giver = Donation(weakref.ref(to), self._shards, self.pending, self.stale), self
         self._shards = self.pending = self._params = self._opt = None
         self.stale = {}
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from fshard.collectives.linear import Collect, Cut, apply
+from fshard.collectives.linear import Collect, LinearCut, apply
 from fshard.collectives.ranks import Ranks
 from fshard.sharding.layout import Group
 from fshard.sharding.leaf import Leaf
@@ -69,7 +69,7 @@ def narrow(leaf: Leaf, mesh: Mesh, tensor: Tensor) -> Tensor:
     """A whole leaf to this rank's compute leaf: the adjoint and the inverse of ``widen``."""
     for dim, entry in enumerate(leaf.compute.dims):
         if mesh.axis_size(axes_of(entry)) > 1:
-            tensor = apply(tensor, Cut(Ranks(mesh, axes_of(entry)), dim - len(leaf.shape)))
+            tensor = apply(tensor, LinearCut(Ranks(mesh, axes_of(entry)), dim - len(leaf.shape)))
     return tensor
 
 

@@ -14,7 +14,7 @@ SAMPLE = 1024
 
 
 @dataclass
-class Run:
+class RunIdentity:
     """The identity of a run, shared by all states that come one from the other.
 
     Attributes:
@@ -37,7 +37,7 @@ class Past:
 
     made: Mapping[str, str] | None = None
     exact: bool = True
-    run: Run = field(default_factory=Run)
+    run: RunIdentity = field(default_factory=RunIdentity)
     exchanges: Exchanges | None = None
 
     def compared(self) -> "Past":

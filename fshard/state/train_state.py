@@ -13,10 +13,10 @@ from fshard.arguments import described
 from fshard.errors import TreeError
 from fshard.hints import hinting
 from fshard.optim.scaling import Scale
-from fshard.runtime.execution import Pending, Several, Shard, Shards
+from fshard.runtime.execution import PendingUpdate, Several, Shard, Shards
 from fshard.sharding.plan import Plan
 from fshard.state.everywhere import MemoryOfAllRanks, host_of
-from fshard.state.memory import Layout, Memory
+from fshard.state.memory import Layout, StateMemory
 from fshard.state.past import Past
 from fshard.state.table import arrays, state_html
 
@@ -92,7 +92,7 @@ class TrainState:
     plan: Plan
     step: Any
     seed: Any
-    memory: Memory
+    memory: StateMemory
     scale: Scale | None = None
     count: Any = 0.0
     late: Mapping[str, int] = field(default_factory=dict)
@@ -170,7 +170,7 @@ class TrainState:
         return opt_state
 
     @property
-    def pending(self) -> Pending | Several | None:
+    def pending(self) -> PendingUpdate | Several | None:
         """The update that is still to be applied, as data; None if there is none."""
         return self.memory.pending
 
@@ -281,7 +281,7 @@ def _unpickled(
     plan: Plan, shards: list[Shard], stale: list[int], numbers: Any, past: Past, summed: bool | None
 ) -> TrainState:
     step, seed, scale, count, late = numbers
-    memory = Memory(plan, Shards(shards), None, dict.fromkeys(stale))
+    memory = StateMemory(plan, Shards(shards), None, dict.fromkeys(stale))
     return TrainState(plan, step, seed, memory, scale, count, late, past, summed)
 
 
@@ -300,7 +300,7 @@ def _flatten(state: TrainState) -> tuple[tuple[Any, ...], _Form, tuple[str, ...]
 
 def _unflatten(form: _Form, values: Any) -> TrainState:
     params, opt_state, step, seed, scale, count, late = values
-    memory = Memory.of(form.layout, params, opt_state)
+    memory = StateMemory.of(form.layout, params, opt_state)
     return TrainState(form.layout.plan, step, seed, memory, scale, count, late, form.past, form.summed)
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fshard import tree
 from fshard.arguments import Want, expect
-from fshard.collectives.linear import Sum, apply
+from fshard.collectives.linear import LinearSum, apply
 from fshard.collectives.ranks import Ranks
 from fshard.errors import PlanError, TreeError, lines, no_processes
 from fshard.patterns import bad_regexes, first_matches, meant_by
@@ -107,7 +107,7 @@ def sync_buffers(
     with torch.no_grad():
         for paths in by_dtype.values():
             row = torch.cat([flat[path].detach().reshape(-1) for path in paths])
-            mean = apply(row, Sum(ranks)) / ranks.size
+            mean = apply(row, LinearSum(ranks)) / ranks.size
             sizes = [flat[path].numel() for path in paths]
             flat |= {p: part.view(flat[p].shape) for p, part in zip(paths, mean.split_with_sizes(sizes), strict=True)}
     return tree.nest(flat)

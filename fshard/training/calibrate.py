@@ -13,7 +13,7 @@ from fshard.arguments import expect
 from fshard.errors import PlanError
 from fshard.runtime.execution.timed import Stopwatch
 from fshard.runtime.steps import Latest
-from fshard.runtime.steps.calibrate import Watched, fitted_by_all, steps_in
+from fshard.runtime.steps.calibrate import TimedOps, fitted_by_all, steps_in
 from fshard.schedule.costs import Costs
 from fshard.schedule.schedule import Schedule
 from fshard.state.train_state import TrainState
@@ -29,7 +29,7 @@ TURNS = 8
 """Turns of the two kinds of steps, each after a step that does not count."""
 
 
-class Measured(Protocol):
+class TimedStep(Protocol):
     """A step whose ops are timed."""
 
     def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, Any]:
@@ -45,14 +45,14 @@ class Measured(Protocol):
 
 
 @dataclass
-class Rows:
+class StepTimes:
     """Steps of one rank: the times of their ops, the seconds of the host around these, and of the steps."""
 
     watches: list[Stopwatch] = field(default_factory=list)
     hosts: list[float] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
 
-    def take(self, step: Measured, state: TrainState, batch: Any, count: int) -> TrainState:
+    def take(self, step: TimedStep, state: TrainState, batch: Any, count: int) -> TrainState:
         """Make some steps, and return the state after them."""
         for _ in range(count):
             begun = perf_counter()
@@ -66,8 +66,8 @@ class Rows:
 
 
 def calibrated(
-    step: Measured,
-    beside: Measured,
+    step: TimedStep,
+    beside: TimedStep,
     state: TrainState,
     batch: Any,
     rounds: int,
@@ -99,27 +99,29 @@ def calibrated(
     if problems:
         raise errors.bad_arguments("calibrate", problems)
     apart, overlapped = _in_turns({step: SPAN, beside: SPAN / 2}, state, batch, rounds, comms)
-    watched = Watched(step.schedule, apart.watches), Watched(beside.schedule, overlapped.watches)
+    watched = TimedOps(step.schedule, apart.watches), TimedOps(beside.schedule, overlapped.watches)
     costs = fitted_by_all(comms, watched[0], max(median(apart.hosts), 0.0), processors, watched[1])
     if costs is None:
         raise PlanError("a step that was measured did not keep to its schedule: there is nothing to go by")
     return costs
 
 
-def _in_turns(spans: Mapping[Measured, float], state: TrainState, batch: Any, rounds: int, comms: Any) -> list[Rows]:
+def _in_turns(
+    spans: Mapping[TimedStep, float], state: TrainState, batch: Any, rounds: int, comms: Any
+) -> list[StepTimes]:
     """At least so many steps of each kind, and as many as take its span, after some that do not count. Collective.
 
     They take turns: what else runs on a machine comes and goes in seconds, and would be taken for a difference.
     """
-    every: list[tuple[Measured, Rows, int]] = []
+    every: list[tuple[TimedStep, StepTimes, int]] = []
     for step, span in spans.items():
-        rows = Rows()
-        state = Rows().take(step, state, batch, WARM)
+        rows = StepTimes()
+        state = StepTimes().take(step, state, batch, WARM)
         state = rows.take(step, state, batch, rounds)
         more = min(steps_in(comms, span, median(rows.seconds)), MOST) - rounds
         every.append((step, rows, ceil(more / TURNS)))
     for _, (step, rows, count) in product(range(TURNS), every):
         if count > 0:
-            state = Rows().take(step, state, batch, 1)
+            state = StepTimes().take(step, state, batch, 1)
             state = rows.take(step, state, batch, count)
     return [rows for _, rows, _ in every]

@@ -12,8 +12,8 @@ from fshard.model.precision import Precision
 from fshard.played.everywhere import made_on_each_rank
 from fshard.runtime.comm import collective_call
 from fshard.runtime.execution import Shield
-from fshard.runtime.steps import PassSpec, Programs, Request, Runner, make_programs, refuse_transforms
-from fshard.runtime.steps.options import Running, read_running
+from fshard.runtime.steps import PassSpec, Programs, Runner, StepRequest, make_programs, refuse_transforms
+from fshard.runtime.steps.options import RunOptions, read_running
 from fshard.schedule.auto import Auto
 from fshard.schedule.policy import Policy
 from fshard.sharding.plan import Plan
@@ -36,7 +36,7 @@ class EvalStep(OneFunction):
     (<eval step of 1 leaves in 1 groups>, {'mean': tensor(2.)})
     """
 
-    def __init__(self, fn: Callable[..., Any], plan: Plan, running: Running, precision: Precision | None) -> None:
+    def __init__(self, fn: Callable[..., Any], plan: Plan, running: RunOptions, precision: Precision | None) -> None:
         self.plan, self.running = plan, running
         read = self._read = plan if precision is None else plan.read_in(precision)
         self.spec = PassSpec(fn, read, self._programs, train=False)
@@ -77,13 +77,13 @@ class EvalStep(OneFunction):
         with Shield() as shield:
             facts = functools.partial(self._equal.of, state)
             shards = complete(state, self.plan.mesh).finished()
-            result = self._evaluate(Request(batch, shards, shield, facts=facts))
+            result = self._evaluate(StepRequest(batch, shards, shield, facts=facts))
         state.memory.note_compared()
         if shield.late is not None:
             raise shield.late
         return result
 
-    def _evaluate(self, request: Request) -> Any:
+    def _evaluate(self, request: StepRequest) -> Any:
         # Slots are made once, and must be ordinary tensors.
         with torch.inference_mode(False), bind(self.plan.mesh, self.plan.data_axes):
             outcome = self._runner.run(request)

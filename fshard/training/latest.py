@@ -9,7 +9,7 @@ from fshard.collectives.scope import bind
 from fshard.errors import PlanError
 from fshard.runtime.engine import Remat
 from fshard.runtime.engine.batch import check_even, on_meta
-from fshard.runtime.execution import Found
+from fshard.runtime.execution import ProgramTrace
 from fshard.runtime.steps import Latest, Prepared, Runner
 from fshard.schedule.ops import Op
 from fshard.schedule.schedule import Schedule
@@ -115,7 +115,7 @@ class OneFunction(LatestRun):
             check_even(batch, runner.programs.accumulate)
         return runner.programs.trace(found, functools.partial(self._retraced, batch))
 
-    def _retraced(self, batch: Any, remat: Remat) -> Found | None:
+    def _retraced(self, batch: Any, remat: Remat) -> ProgramTrace | None:
         runner = self._runner
         with bind(runner.plan.mesh, runner.plan.data_axes):
             return runner.finder.again(batch, remat)

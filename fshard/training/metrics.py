@@ -14,7 +14,7 @@ from fshard.runtime.engine.plain import is_float, mean_of
 from fshard.runtime.steps import scalar, widened
 from fshard.runtime.steps.consensus import read
 from fshard.tracking.scalars import scalars
-from fshard.training.ran import Ran
+from fshard.training.ran import RunReport
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class Metrics:
     lr: float = math.nan
     grad_norms: Mapping[str, Tensor] = field(default_factory=dict)
     elements: float = 0.0
-    ran: Ran = Ran()
+    ran: RunReport = RunReport()
 
     def __getitem__(self, name: str) -> Any:
         """Refuse, with the way to what was meant."""

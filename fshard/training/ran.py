@@ -12,7 +12,7 @@ from fshard.schedule.schedule import Schedule
 
 
 @dataclass(frozen=True)
-class Ran:
+class RunReport:
     """How a step ran on this rank.
 
     Attributes:

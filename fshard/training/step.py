@@ -18,7 +18,7 @@ from fshard.runtime.comm import collective_call
 from fshard.runtime.engine.engine import Engine
 from fshard.runtime.engine.rng import seeded
 from fshard.runtime.execution import (
-    Pending,
+    PendingUpdate,
     Shards,
     Shield,
     Update,
@@ -31,8 +31,8 @@ from fshard.runtime.steps import (
     Options,
     Outcome,
     Programs,
-    Request,
     Runner,
+    StepRequest,
     Verdict,
     make_programs,
     refuse_transforms,
@@ -49,13 +49,13 @@ from fshard.schedule.policy import Policy
 from fshard.sharding.plan import Plan
 from fshard.state.equal import Equal
 from fshard.state.init import init_state
-from fshard.state.memory import Memory
+from fshard.state.memory import StateMemory
 from fshard.state.settle import complete
 from fshard.state.train_state import TrainState, expect_state, not_copied
 from fshard.training.calibrate import calibrated
 from fshard.training.latest import OneFunction
 from fshard.training.metrics import Metrics, combine_aux
-from fshard.training.ran import Ran
+from fshard.training.ran import RunReport
 from fshard.training.updating import Updating
 
 
@@ -105,7 +105,7 @@ class TrainStep(OneFunction):
         self._equal = Equal(plan, options.told(), opt, always=options.running.debug)
         self._streak = Streak(options.skip_limit if options.skip_norm is not None or options.skip is not None else 0)
         self._since: Mapping[str, int] = {}
-        self._last: Pending | None = None  # the update that may still read the memory of this step's gradients
+        self._last: PendingUpdate | None = None  # the update that may still read the memory of this step's gradients
         self._late: BaseException | None = None  # a signal that came when the step before was made
 
     @property
@@ -219,10 +219,10 @@ class TrainStep(OneFunction):
         state.memory.note_compared()
         return self._conclude(state, update, outcome, asked, self._ran(batch, begun, outcome))
 
-    def _request(self, state: TrainState, batch: Any, update: Update, asked: Asked) -> Request:
+    def _request(self, state: TrainState, batch: Any, update: Update, asked: Asked) -> StepRequest:
         decide, scale = self._decide, self._scale_of(state)
         loss_scale = scale.value if scale is not None else 1.0
-        return Request(
+        return StepRequest(
             batch,
             update.shards,
             asked.shield,
@@ -238,16 +238,16 @@ class TrainStep(OneFunction):
             stop=asked.stop,
         )
 
-    def _ran(self, batch: Any, begun: float, outcome: Outcome) -> Ran:
+    def _ran(self, batch: Any, begun: float, outcome: Outcome) -> RunReport:
         """How the step ran on this rank, which began it at this time."""
         runner, device = self._runner, self.plan.mesh.device
         latest = runner.latest
         flops = runner.finder.flops(batch)
         busy = [row[0] for row in outcome.verdict.told] if self.plan.mesh.size > 1 else []
-        return Ran(perf_counter() - begun, flops, device, latest.schedule, latest.record, latest.times, busy)
+        return RunReport(perf_counter() - begun, flops, device, latest.schedule, latest.record, latest.times, busy)
 
     def _conclude(
-        self, state: TrainState, update: Update, outcome: Outcome, asked: Asked, ran: Ran
+        self, state: TrainState, update: Update, outcome: Outcome, asked: Asked, ran: RunReport
     ) -> tuple[TrainState, Metrics]:
         """The next state, and the metrics: what the outcome of a step makes of a state."""
         verdict, decide, scale = outcome.verdict, self._decide, self._scale_of(state)
@@ -278,18 +278,18 @@ class TrainStep(OneFunction):
 
     def _memory(
         self, state: TrainState, update: Update, outcome: Outcome, factor: float | None, rule: Contract
-    ) -> Memory:
+    ) -> StateMemory:
         """The buffers of the next state, with the update that waits for the next forward, unless there is no factor."""
         verdict, decide = outcome.verdict, self._decide
         if self._early:
-            return Memory(self.plan, update.shards, update.pending, update.stale)
+            return StateMemory(self.plan, update.shards, update.pending, update.stale)
         if factor is None:
             decide.grads.drop()
-            return Memory(self.plan, self._handed_on(state))
+            return StateMemory(self.plan, self._handed_on(state))
         unit = decide.unit(verdict, outcome.divided)
         scales = decide.scales(state.step, factor, verdict, unit)
         self._last = self._updating.pending(state, state.step, decide.grads, scales, rule, unit)
-        return Memory(self.plan, self._handed_on(state), self._last, self._updating.shared)
+        return StateMemory(self.plan, self._handed_on(state), self._last, self._updating.shared)
 
     def _update(self, state: TrainState, rule: Callable[[], Contract]) -> Update:
         """What the schedule applies: the update of the step before, or, in the backward, that of this step."""
@@ -332,7 +332,7 @@ class TrainStep(OneFunction):
         if self.options.running.debug and not self._early:
             check_copies(self.plan, self._decide.grads.shards, self._runner.programs.comms.control)
 
-    def _metrics(self, step: int, outcome: Outcome, factor: float, skipped: bool, ran: Ran, lr: float) -> Metrics:
+    def _metrics(self, step: int, outcome: Outcome, factor: float, skipped: bool, ran: RunReport, lr: float) -> Metrics:
         verdict, decide, wide = outcome.verdict, self._decide, self._updating.wide
         aux = combine_aux(outcome.measured.aux, verdict.means, verdict.floats)
         loss = scalar(verdict.loss, widened([outcome.measured.losses[0][0].dtype]))

@@ -8,7 +8,7 @@ import torch
 
 from fshard.errors import TreeError
 from fshard.optim.contract import Contract, LearningRate
-from fshard.runtime.execution import Gradients, Pending, Rounding, partly_updated, rounded_groups
+from fshard.runtime.execution import Gradients, PendingUpdate, Rounding, partly_updated, rounded_groups
 from fshard.runtime.memory.optimizer_layout import BufferLayout, UpdateSlice, shard_layouts, update_slices
 from fshard.runtime.steps import widened
 from fshard.runtime.steps.clip import Clip
@@ -74,7 +74,7 @@ class Updating:
         divisors: Sequence[float | None],
         rule: Contract,
         unit: float = 1.0,
-    ) -> Pending:
+    ) -> PendingUpdate:
         """The update of a state, as data.
 
         Args:
@@ -86,7 +86,7 @@ class Updating:
             unit: what residuals are multiplied by, so that a state can keep them.
         """
         rounding = Rounding(self.plan, state.seed, self._rounded) if self._rounded else None
-        return Pending(rule, step, grads, divisors, rounding, unit)
+        return PendingUpdate(rule, step, grads, divisors, rounding, unit)
 
     def fixed(self, step: int, lr: LearningRate = None) -> Contract:
         """The optimizer with the learning rates of one update, after so many updates, as numbers.

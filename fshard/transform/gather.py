@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fshard import tree
 from fshard.collectives import raw
-from fshard.collectives.linear import Collective, Gather, Scatter, Vary, apply
+from fshard.collectives.linear import Gather, LinearCollective, Scatter, Vary, apply
 from fshard.collectives.ranks import Ranks
 from fshard.collectives.scope import bind
 from fshard.errors import TransformError
@@ -72,14 +72,14 @@ class GatherShards(Gather):
 
         return checked
 
-    def transpose(self) -> Collective:
+    def transpose(self) -> LinearCollective:
         return ScatterShards(self.group, self.dim)
 
 
 class ScatterShards(Scatter):
     """The adjoint of ``GatherShards``."""
 
-    def transpose(self) -> Collective:
+    def transpose(self) -> LinearCollective:
         return GatherShards(self.group, self.dim)
 
 

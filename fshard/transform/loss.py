@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fshard import tree
 from fshard.arguments import Want, expect
-from fshard.collectives.linear import Settle, Spread, Sum, apply
+from fshard.collectives.linear import LinearSum, Settle, Spread, apply
 from fshard.collectives.ranks import Ranks
 from fshard.collectives.scope import bind, cutting
 from fshard.errors import LossError, UnitError, lines
@@ -21,12 +21,12 @@ from fshard.runtime.engine import Mean, leading_dims, means_of, read_loss
 from fshard.runtime.engine.batch import check_device
 from fshard.runtime.engine.loss import Loss
 from fshard.runtime.steps.consensus import OK
-from fshard.runtime.steps.rows import Rows, rows_of
+from fshard.runtime.steps.rows import BatchRows, rows_of
 from fshard.sharding.plan import Plan
 from fshard.state.equal import Equal
 from fshard.torch_internals import forward_ad_level
 from fshard.transform.gather import Resharding, Versions, gather_all
-from fshard.transform.meeting import Meeting, meeting
+from fshard.transform.meeting import LossMeeting, meeting
 
 LossFn = Callable[[Any, Any], Any]
 
@@ -45,7 +45,7 @@ class ShardedLoss:
         check_loss(self.loss_fn, self.plan)
 
     @functools.cached_property
-    def _rows(self) -> Rows:
+    def _rows(self) -> BatchRows:
         return rows_of(self.plan).of(False, ())
 
     @functools.cached_property
@@ -88,7 +88,7 @@ class ShardedLoss:
         # A tangent has the layout of its primal's storage. A copy has one of its own, and any view can be taken of it.
         return {path: leaf.clone() for path, leaf in flat.items()} if forward_ad_level() >= 0 else flat
 
-    def _run(self, flat: dict[str, Tensor], batch: Any, ranks: Meeting) -> Loss:
+    def _run(self, flat: dict[str, Tensor], batch: Any, ranks: LossMeeting) -> Loss:
         versions = Versions()
         for i, x in enumerate(tree.leaves(batch)):
             if isinstance(x, Tensor):
@@ -115,7 +115,7 @@ class ShardedLoss:
             )
 
     def _params(
-        self, flat: dict[str, Tensor], ranks: Meeting, versions: Versions
+        self, flat: dict[str, Tensor], ranks: LossMeeting, versions: Versions
     ) -> AbstractContextManager[dict[str, Any]]:
         if self.reshard:
             return Resharding(self.plan, flat, ranks.handshake, versions).params()
@@ -131,7 +131,7 @@ class ShardedLoss:
         table = torch.stack([torch.stack((p.total.double(), count)) for p, count in zip(parts, counts, strict=True)])
         data = Ranks(self.plan.mesh, self.plan.data_axes)
         if data.size > 1:
-            table = apply(table, Sum(data))
+            table = apply(table, LinearSum(data))
         means = [
             (row[0] / row[1].detach()).to(torch.promote_types(part.total.dtype, torch.float32))
             for row, part in zip(table.unbind(0), parts, strict=True)
@@ -148,7 +148,7 @@ class ShardedLoss:
                 for leaf in group.leaves:
                     apply(flat[leaf.path].detach(), Settle(copies, f"params {leaf.path}", True))
 
-    def _check_rank_free(self, flat: dict[str, Tensor], batch: Any, loss: Loss, ranks: Meeting) -> None:
+    def _check_rank_free(self, flat: dict[str, Tensor], batch: Any, loss: Loss, ranks: LossMeeting) -> None:
         """Refuse a loss that differs between ranks for the same batch."""
         mesh = self.plan.mesh
         others = Ranks(mesh, tuple(a for a in mesh.axis_names if a not in self.plan.data_axes))

@@ -20,7 +20,7 @@ from fshard.runtime.execution.executor import diverged
 from fshard.runtime.steps import raise_failure
 from fshard.runtime.steps.consensus import CUT, FAILED, OK
 from fshard.runtime.steps.refusals import unlike_losses
-from fshard.runtime.steps.rows import NUMBERS, Rows, uneven_rows
+from fshard.runtime.steps.rows import NUMBERS, BatchRows, uneven_rows
 from fshard.sharding.mesh import Mesh
 from fshard.state.equal import Equal
 from fshard.torch_internals import DisableFuncTorch
@@ -30,7 +30,7 @@ TEXT = 512
 
 
 @dataclass(frozen=True)
-class Meeting:
+class LossMeeting:
     """The ranks of a mesh at one call of a sharded loss.
 
     Attributes:
@@ -42,7 +42,7 @@ class Meeting:
 
     mesh: Mesh
     batch: Any
-    sizes: Rows
+    sizes: BatchRows
     running: Any
 
     def facts(self, equal: Equal) -> Facts:
@@ -113,13 +113,13 @@ class Meeting:
         return [bytes(row).decode(errors="replace").rstrip() for row in rows]
 
 
-def meeting(mesh: Mesh, batch: Any, sizes: Rows) -> Meeting:
+def meeting(mesh: Mesh, batch: Any, sizes: BatchRows) -> LossMeeting:
     """The ranks of a mesh at a call that begins."""
     scope = SCOPE.get()
-    return Meeting(mesh, batch, sizes, None if scope is None else scope.running)
+    return LossMeeting(mesh, batch, sizes, None if scope is None else scope.running)
 
 
-def _mean_row(batch: Any, loss: Loss | None, rows: Rows) -> list[int]:
+def _mean_row(batch: Any, loss: Loss | None, rows: BatchRows) -> list[int]:
     """What losses with a common mean have in common, and the sizes of the batch; zeros where there is no plain mean."""
     if loss is None:
         return [0] * (3 + NUMBERS)

@@ -15,7 +15,7 @@ from torch.func import grad, grad_and_value, vjp
 from torch.func import jvp as forward
 
 from fshard import tree
-from fshard.collectives.linear import Sum, apply
+from fshard.collectives.linear import LinearSum, apply
 from fshard.collectives.ranks import Ranks
 from fshard.collectives.scope import cutting
 from fshard.errors import PlanError
@@ -52,7 +52,7 @@ def jvp(loss_fn: LossFn, plan: Plan) -> Callable[[Any, Any, Any], tuple[Tensor, 
     >>> along({"w": w.flatten()}, {"w": torch.ones(4)}, torch.ones(1, 2))
     (tensor(10.), tensor(4.))
     """
-    f, modes = sharded_loss(loss_fn, plan), Modes()
+    f, modes = sharded_loss(loss_fn, plan), ProductModes()
 
     @telling(plan.mesh, always=False)
     def along(params: Any, v: Any, batch: Any) -> tuple[Tensor, Tensor]:
@@ -94,7 +94,7 @@ def hvp(loss_fn: LossFn, plan: Plan) -> Callable[[Any, Any, Any], dict[str, Any]
     >>> product({"w": torch.zeros(4)}, {"w": torch.ones(4)}, torch.tensor([[1.0, 2.0]]))
     {'w': tensor([1., 4., 1., 4.])}
     """
-    f, modes = sharded_loss(loss_fn, plan), Modes()
+    f, modes = sharded_loss(loss_fn, plan), ProductModes()
 
     @telling(plan.mesh, always=False)
     def product(params: Any, v: Any, batch: Any) -> dict[str, Any]:
@@ -133,7 +133,7 @@ def gnvp(predict: Callable[..., Any], loss_fn: LossFn, plan: Plan) -> Callable[[
     {'w': tensor([3., 3., 6., 6.])}
     """
 
-    pushing, bending = Modes(), Modes()
+    pushing, bending = ProductModes(), ProductModes()
 
     @cutting(plan.mesh)
     def product(params: Any, v: Any, batch: Any) -> dict[str, Any]:
@@ -149,7 +149,7 @@ def gnvp(predict: Callable[..., Any], loss_fn: LossFn, plan: Plan) -> Callable[[
             count = torch.as_tensor(1.0 if loss.count is None else loss.count, device=loss.total.device)
             count = count.detach().to(loss.total)
             data = Ranks(plan.mesh, plan.data_axes)
-            return loss.total / (apply(count, Sum(data)) if data.size > 1 else count)
+            return loss.total / (apply(count, LinearSum(data)) if data.size > 1 else count)
 
         with _plain_attention():
             found: Any = pushing.run(
@@ -202,7 +202,7 @@ def hessian_trace_samples(loss_fn: LossFn, plan: Plan, samples: int = 16) -> Cal
 
 
 @dataclass(frozen=True)
-class Modes:
+class ProductModes:
     """Two modes of one product: forward derivatives, until an operator turns out to have none; then reverse ones."""
 
     missing: list[str] = field(default_factory=list)

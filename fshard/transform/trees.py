@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fshard import tree
 from fshard.arguments import expect, kind
-from fshard.collectives.linear import Sum, apply
+from fshard.collectives.linear import LinearSum, apply
 from fshard.collectives.ranks import Ranks
 from fshard.collectives.scope import cutting
 from fshard.errors import TreeError, lines
@@ -164,7 +164,7 @@ def _held(group: Group, plan: Plan) -> Axes:
 
 def _summed(sums: Mapping[Axes, Tensor], plan: Plan) -> Tensor:
     parts = [(Ranks(plan.mesh, axes), value) for axes, value in sums.items()]
-    return torch.stack([apply(value, Sum(ranks)) if ranks.size > 1 else value for ranks, value in parts]).sum()
+    return torch.stack([apply(value, LinearSum(ranks)) if ranks.size > 1 else value for ranks, value in parts]).sum()
 
 
 def norm(a: Any, plan: Plan) -> Tensor:
@@ -217,7 +217,9 @@ def norms(a: Any, plan: Plan) -> dict[str, Any]:
         out = dict[str, Tensor]()
         for (axes, _), by_path in squares.items():
             ranks, sums = Ranks(plan.mesh, axes), torch.stack([*by_path.values()])
-            out.update(zip(by_path, (apply(sums, Sum(ranks)) if ranks.size > 1 else sums).sqrt().unbind(), strict=True))
+            out.update(
+                zip(by_path, (apply(sums, LinearSum(ranks)) if ranks.size > 1 else sums).sqrt().unbind(), strict=True)
+            )
         root = _root("a", dict(tree.paths(a)), plan) if len(found) < len(plan.leaves) else ""
     return tree.nest({path: out[f"{root}{path}"] for path, _ in tree.paths(a)})
 

@@ -31,7 +31,7 @@ Event = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class Span:
+class OpSpan:
     """An op with its begin and end in seconds; without an end it was under way when the record ends."""
 
     number: int
@@ -41,7 +41,7 @@ class Span:
 
 
 @dataclass(frozen=True)
-class Run:
+class ScheduleRun:
     """One run of a schedule, or the part of it that is known.
 
     Attributes:
@@ -52,7 +52,7 @@ class Run:
     """
 
     schedule: Schedule
-    device: Sequence[Span]
+    device: Sequence[OpSpan]
     carried: Mapping[int, tuple[float, float]] = field(default_factory=dict)
     step: int = -1
 
@@ -93,18 +93,18 @@ def trace(path: str | os.PathLike[str], runs: "Simulation | Mapping[str, Simulat
     write(Path(path), {name: [of_simulation(run)] for name, run in named.items()})
 
 
-def of_simulation(run: Simulation) -> Run:
+def of_simulation(run: Simulation) -> ScheduleRun:
     """A simulation, or a measured step, as a run."""
     edges = [*run.issued, run.seconds - run.host]
     device, carried = [], {}
     for at, op in enumerate(run.schedule):
-        device.append(Span(at, op, edges[at], max(edges[at + 1], edges[at])))
+        device.append(OpSpan(at, op, edges[at], max(edges[at + 1], edges[at])))
         if started(op.kind):
             carried[at] = run.starts[at], run.ends[at]
-    return Run(run.schedule, device, carried)
+    return ScheduleRun(run.schedule, device, carried)
 
 
-def write(path: Path, processes: Mapping[str, Sequence[Run]]) -> None:
+def write(path: Path, processes: Mapping[str, Sequence[ScheduleRun]]) -> None:
     """Write runs by the name of their process."""
     events = [_numbered(e) for pid, (name, runs) in enumerate(processes.items()) for e in process(pid, name, runs)]
     write_whole(path, json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
@@ -116,7 +116,7 @@ def _numbered(event: Event) -> Event:
     return {**event, "pid": pid, "tid": TRACKS * pid + event["tid"]}
 
 
-def process(pid: int, name: str, runs: Sequence[Run]) -> Iterator[Event]:
+def process(pid: int, name: str, runs: Sequence[ScheduleRun]) -> Iterator[Event]:
     """All events of a process."""
     yield _meta(pid, 0, "process_name", name)
     yield _meta(pid, DEVICE, "thread_name", "device")
@@ -132,7 +132,7 @@ def _meta(pid: int, tid: int, kind: str, name: str) -> Event:
     return {"ph": "M", "pid": pid, "tid": tid, "ts": 0, "name": kind, "args": {"name": name}}
 
 
-def _device(pid: int, run: Run) -> Iterator[Event]:
+def _device(pid: int, run: ScheduleRun) -> Iterator[Event]:
     if run.step >= 0 and run.device:
         begin = _us(run.device[0].begin)
         yield {"ph": "i", "s": "p", "pid": pid, "tid": DEVICE, "ts": begin, "name": f"step {run.step}"}
@@ -156,10 +156,10 @@ class _Tracks:
     ends: dict[str, list[float]] = field(default_factory=dict)
     arrows: int = 0
 
-    def transfers(self, run: Run) -> Iterator[Event]:
+    def transfers(self, run: ScheduleRun) -> Iterator[Event]:
         """Slices and arrows."""
         moves = {(move.kind, group.name): move for group in run.schedule.groups for move in group.transfers}
-        under_way: dict[tuple[str, str], Span] = {}
+        under_way: dict[tuple[str, str], OpSpan] = {}
         for span in run.device:
             row = awaited(span.op.kind)
             if started(span.op.kind):
@@ -174,7 +174,7 @@ class _Tracks:
             place: Event = {"pid": self.pid, "tid": tid, "cat": "transfer"}
             yield {"ph": "B", **place, "ts": _us(begun.begin), "name": str(begun.op)}
 
-    def _one(self, run: Run, begun: Span, wait: Span, axes: str, sent: int) -> Iterator[Event]:
+    def _one(self, run: ScheduleRun, begun: OpSpan, wait: OpSpan, axes: str, sent: int) -> Iterator[Event]:
         begin, end = run.carried.get(begun.number, (begun.begin, wait.end if wait.end is not None else wait.begin))
         tid = self._row(f"{begun.op.kind} over {axes}" if axes else begun.op.kind, begin, end)
         place: Event = {"pid": self.pid, "tid": tid, "cat": "transfer"}
@@ -198,7 +198,7 @@ class _Tracks:
             yield _meta(self.pid, tid, "thread_name", lane if not row else f"{lane} ({row + 1})")
 
 
-def _memory(pid: int, run: Run) -> Iterator[Event]:
+def _memory(pid: int, run: ScheduleRun) -> Iterator[Event]:
     """What a schedule holds, by kind, where it changes."""
     kinds, words, before = live(run.schedule), item_words(), None
     shown = [kind for kind, values in kinds.items() if any(values)]

@@ -12,7 +12,7 @@ from fshard import tree
 from fshard.checkpoint.folder import CheckpointFolder, read_manifest, step_folder
 from fshard.checkpoint.manifest import Manifest
 from fshard.checkpoint.read import read_into
-from fshard.checkpoint.restore import Request, prepare
+from fshard.checkpoint.restore import RestoreRequest, prepare
 from fshard.checkpoint.save import complete, head_of
 from fshard.checkpoint.write import owned, packed, write_files
 from fshard.state.entries import entries
@@ -72,7 +72,7 @@ def restore_all(root: str, plans: Sequence[fs.Plan], opt: Any, step: int = 0, **
     folder, out = step_folder(str(root), step), []
     for plan in plans:
         manifest = read_manifest(folder)
-        state, wants = prepare(folder, manifest, Request(plan, opt, **request))
+        state, wants = prepare(folder, manifest, RestoreRequest(plan, opt, **request))
         read_into(folder, manifest, wants)
         out.append(state)
     return out

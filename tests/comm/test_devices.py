@@ -14,7 +14,7 @@ import fshard as fs
 from fshard.errors import BatchError, CommError, PeerError, PlanError
 from fshard.runtime.comm import joining
 from fshard.runtime.comm.devices import (
-    Place,
+    DevicePlace,
     carried,
     choose_device,
     device_of_group,
@@ -106,14 +106,16 @@ def test_a_guard_of_cuda_devices_outlives_the_ranks_that_need_it(monkeypatch: py
 
 
 def test_what_is_wrong_with_the_places_of_all_ranks() -> None:
-    assert not problem_of([Place("cpu", "a"), Place("cpu", "a")])
-    assert not problem_of([Place("cuda:0", "a", "GPU-1"), Place("cuda:0", "b", "GPU-2")])
-    mixed = problem_of([Place("cuda:0", "a", "GPU-1"), Place("cpu", "b"), Place("cpu", "b")])
+    assert not problem_of([DevicePlace("cpu", "a"), DevicePlace("cpu", "a")])
+    assert not problem_of([DevicePlace("cuda:0", "a", "GPU-1"), DevicePlace("cuda:0", "b", "GPU-2")])
+    mixed = problem_of([DevicePlace("cuda:0", "a", "GPU-1"), DevicePlace("cpu", "b"), DevicePlace("cpu", "b")])
     assert "rank 0: cuda" in mixed and "ranks 1, 2: cpu" in mixed
-    shared = problem_of([Place("cuda:1", "a", "GPU-1"), Place("cuda:0", "a", "GPU-2"), Place("cuda:0", "a", "GPU-1")])
+    shared = problem_of(
+        [DevicePlace("cuda:1", "a", "GPU-1"), DevicePlace("cuda:0", "a", "GPU-2"), DevicePlace("cuda:0", "a", "GPU-1")]
+    )
     assert "ranks 0, 2: cuda:1 of host a (GPU-1)" in shared and "GPU-2" not in shared
-    assert problem_of([Place("", problem="no"), Place("", problem="no")]) == "no"
-    assert "rank 1: no" in problem_of([Place("cpu"), Place("", problem="no")])
+    assert problem_of([DevicePlace("", problem="no"), DevicePlace("", problem="no")]) == "no"
+    assert "rank 1: no" in problem_of([DevicePlace("cpu"), DevicePlace("", problem="no")])
 
 
 def seen(monkeypatch: pytest.MonkeyPatch, visible: int) -> list[Any]:
@@ -152,7 +154,7 @@ def joined(case: str) -> str:
     from fshard.runtime.comm import joining
 
     rank, real = dist.get_rank(), joining.place_of
-    places = {"same": Place("cuda:0", "a", "GPU-1"), "mixed": Place(["cuda:0", "cpu"][rank], "a")}
+    places = {"same": DevicePlace("cuda:0", "a", "GPU-1"), "mixed": DevicePlace(["cuda:0", "cpu"][rank], "a")}
     given = "cuda" if case == "gloo" and rank else None
     joining.place_of = lambda device: places.get(case, real(device))
     try:
@@ -210,11 +212,11 @@ def test_ranks_that_meet_in_a_file_compare_their_devices(
     monkeypatch.setattr(dist, "is_nccl_available", lambda: nccl)
     errors: dict[int, str] = {}
 
-    def place(device: torch.device) -> Place:
+    def place(device: torch.device) -> DevicePlace:
         gpu = gpus[threading.current_thread().rank]  # type: ignore[attr-defined]
         if "driver" in gpu:
             raise PlanError(gpu)
-        return Place(str(device) if gpu else "cpu", "a", gpu)
+        return DevicePlace(str(device) if gpu else "cpu", "a", gpu)
 
     def rank(number: int) -> None:
         try:
@@ -244,7 +246,7 @@ def test_an_nccl_that_does_not_start_on_a_rank_is_an_error_of_all(
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
     monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
-    monkeypatch.setattr(joining, "place_of", lambda device: Place(str(device), "a", str(device)))
+    monkeypatch.setattr(joining, "place_of", lambda device: DevicePlace(str(device), "a", str(device)))
     monkeypatch.setattr(joining, "GRACE", 0.1)
     never, errors = threading.Event(), dict[int, str]()
 
@@ -275,7 +277,7 @@ def of_two_gpus(device: str) -> None:
     """A rank of a job that sees two GPUs: says what became of its mesh."""
     torch.cuda.is_available, torch.cuda.device_count = (lambda: True), (lambda: 2)
     torch.cuda.set_device = lambda device: None
-    joining.place_of = lambda device: Place(str(device), "a", str(device) * (device.type == "cuda"))  # type: ignore[assignment]
+    joining.place_of = lambda device: DevicePlace(str(device), "a", str(device) * (device.type == "cuda"))  # type: ignore[assignment]
     try:
         with fs.make_mesh((-1,), ("shard",), timeout=20, device=device or None) as mesh:
             assert isinstance(mesh.transport, ProcessTransport)

@@ -18,12 +18,12 @@ from hypothesis import strategies as st
 import fshard as fs
 from fshard.errors import CommError, PlanError
 from fshard.runtime.comm import flight as module
-from fshard.runtime.comm.flight import RUNS, Flight, Mapped
+from fshard.runtime.comm.flight import RUNS, Flight, MappedFile
 from fshard.runtime.comm.watchdog import Watchdog
 from fshard.runtime.execution.executor import Scheduled
 from fshard.runtime.execution.route import make_route
 from fshard.schedule import Op, Policy
-from fshard.schedule.flight import OVER, SLOTS, Record, read_records, stamped, verdict
+from fshard.schedule.flight import OVER, SLOTS, RankRecord, read_records, stamped, verdict
 from fshard.schedule.ops import COMPUTE_KINDS
 from fshard.schedule.schedule import Schedule
 from tests.schedule.test_costs import over
@@ -54,7 +54,7 @@ def flight_of(rank: int = 0, ranks: int = 2, name: str = "job") -> Flight:
     return flight
 
 
-def places(record: Record) -> list[tuple[int, int]]:
+def places(record: RankRecord) -> list[tuple[int, int]]:
     """The runs and ops of a record."""
     return [(entry.run, entry.op) for entry in record.entries]
 
@@ -346,7 +346,7 @@ def until(come: Callable[[], bool]) -> None:
 def test_with_the_variable_the_mapped_file_is_the_record(temp: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FSHARD_RECORD", str(temp / "run"))
     flight = flight_of()
-    assert isinstance(flight.mapped, Mapped)
+    assert isinstance(flight.mapped, MappedFile)
     ran(flight, 3)
     for at in range(3):
         flight.mapped.note(at)

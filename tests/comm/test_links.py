@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from fshard.runtime.comm import links as links_module
-from fshard.runtime.comm.links import Link, Rendezvous, close_links, make_memory, map_memory
+from fshard.runtime.comm.links import PeerLink, Rendezvous, close_links, make_memory, map_memory
 from fshard.runtime.comm.shared_memory import HEAD, READ, READY, SharedMemory
 from fshard.runtime.comm.watchdog import Watchdog
 
@@ -25,10 +25,10 @@ def open_files() -> int:
     return len(os.listdir("/proc/self/fd"))
 
 
-def pair() -> tuple[Link, Link]:
+def pair() -> tuple[PeerLink, PeerLink]:
     """Both ends of a link."""
     one, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    return Link(one), Link(other)
+    return PeerLink(one), PeerLink(other)
 
 
 def connected(name: str) -> socket.socket:
@@ -43,7 +43,7 @@ def connected(name: str) -> socket.socket:
     return end
 
 
-def meet(points: list[Rendezvous]) -> list[list[Link | None]]:
+def meet(points: list[Rendezvous]) -> list[list[PeerLink | None]]:
     """Open all rendezvous points to each other, each in a thread of its own."""
     addresses = [point.address for point in points]
     with ThreadPoolExecutor(len(points)) as pool:

@@ -13,7 +13,7 @@ import pytest
 import fshard
 from fshard.runtime.comm import stacks
 from fshard.runtime.comm.call_site import call_site
-from fshard.runtime.comm.stacks import Place, stack_of
+from fshard.runtime.comm.stacks import CodePlace, stack_of
 
 ROOT = Path(fshard.__file__).parent
 
@@ -40,7 +40,7 @@ def held(source: str, file: str) -> Iterator[int]:
 def test_the_stack_of_another_thread_has_its_lines() -> None:
     with held("def f():\n    wait()\n\nf()\n", "/tmp/ä/中 😀.py") as thread:
         found = [place for place in stack_of(thread) if place.file.endswith("😀.py")]
-    assert found == [Place("", "f", "/tmp/ä/中 😀.py", 2), Place("", "<module>", "/tmp/ä/中 😀.py", 4)]
+    assert found == [CodePlace("", "f", "/tmp/ä/中 😀.py", 2), CodePlace("", "<module>", "/tmp/ä/中 😀.py", 4)]
 
 
 def test_own_and_other_stacks_agree_on_functions_of_the_package() -> None:

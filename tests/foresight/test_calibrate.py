@@ -17,7 +17,7 @@ from fshard.runtime.steps.streams import streams
 from fshard.schedule import Costs, Link, Policy, Schedule, build, check, simulate
 from fshard.schedule.auto import Rates
 from fshard.schedule.fit import APART, OpTime, fit, mean
-from fshard.schedule.fit_links import Stream, settled
+from fshard.schedule.fit_links import LinkStream, settled
 from fshard.schedule.footprint import footprint
 from fshard.schedule.transfers import awaited, started
 from tests.schedule.test_costs import over
@@ -121,7 +121,7 @@ def as_simulated(schedule: Schedule, costs: Costs) -> list[OpTime]:
 def test_a_link_that_lets_bursts_pass_is_foreseen_at_its_steady_rate() -> None:
     schedule, truth = over(3, APART), Costs(QUICK, links={"shard": SHAPED}, host=5.0)
     rows = [as_simulated(schedule, truth)]
-    found = fit(schedule, rows, 5.0, 2.0, "", {"shard": Stream(SHAPED.bytes_per_s, SHAPED.burst)})
+    found = fit(schedule, rows, 5.0, 2.0, "", {"shard": LinkStream(SHAPED.bytes_per_s, SHAPED.burst)})
     blind = fit(schedule, rows, 5.0, 2.0, "")
     for policy in (APART, Policy(), Policy(prefetch=0, reduces=1), Policy(reshard=False)):
         exact, fitted = simulate(over(3, policy), truth), simulate(over(3, policy), found)
@@ -130,7 +130,7 @@ def test_a_link_that_lets_bursts_pass_is_foreseen_at_its_steady_rate() -> None:
     exact, wrong = simulate(ahead, truth), simulate(ahead, blind)
     assert wrong.seconds - 5.0 < 0.95 * (exact.seconds - 5.0)  # what pauses hide
     assert found.links["shard"].burst == 150.0 and blind.links["shard"].burst == 0.0
-    several = fit(schedule, rows, 5.0, 2.0, "", {"shard": Stream(SHAPED.bytes_per_s, SHAPED.burst, together=2)})
+    several = fit(schedule, rows, 5.0, 2.0, "", {"shard": LinkStream(SHAPED.bytes_per_s, SHAPED.burst, together=2)})
     assert several.links == {key: replace(link, together=2) for key, link in found.links.items()}
 
 
@@ -161,7 +161,7 @@ def test_a_link_that_is_ahead_by_a_few_bytes_has_the_rate_of_the_busy_link(late:
     more = {"u0": uneven * 100 / AHEAD.bytes_per_s, "u1": -uneven * 100 / AHEAD.bytes_per_s}  # of 200, 400
     for at in [at for at, op in enumerate(schedule) if awaited(op.kind)]:
         row[at] = replace(row[at], wall=row[at].wall + more.get(schedule[at].target, 0.0))
-    found = fit(schedule, [row], 0.0, 2.0, "", {"shard": Stream(AHEAD.bytes_per_s, 0.0)})
+    found = fit(schedule, [row], 0.0, 2.0, "", {"shard": LinkStream(AHEAD.bytes_per_s, 0.0)})
     assert found.links["shard"].bytes_per_s == AHEAD.bytes_per_s
     assert simulate(schedule, found).seconds == pytest.approx(simulate(schedule, truth).seconds + late, rel=1e-3)
     if not late:
@@ -174,7 +174,7 @@ def test_a_link_that_is_ahead_by_a_few_bytes_has_the_rate_of_the_busy_link(late:
 def test_transfers_within_a_burst_do_not_say_how_large_it_is() -> None:
     truth = Costs({("forward", ""): 20.0, ("backward", ""): 40.0}, links={"shard": replace(SHAPED, burst=1e4)})
     row = as_simulated(unequal(APART), truth)
-    link = fit(unequal(APART), [row], 0.0, 2.0, "", {"shard": Stream(SHAPED.bytes_per_s, 1e4)}).links["shard"]
+    link = fit(unequal(APART), [row], 0.0, 2.0, "", {"shard": LinkStream(SHAPED.bytes_per_s, 1e4)}).links["shard"]
     assert link.burst == 1e4 and link.peak == pytest.approx(SHAPED.peak, rel=1e-3)
 
 
@@ -192,7 +192,7 @@ def test_transfers_of_one_size_have_a_latency_where_the_busy_link_says_so() -> N
     schedule = over(3, APART)  # each of its transfers has the same size
     rows = [timed(schedule, Costs(QUICK), Link(100.0, 0.5))]
     sent = schedule.groups[0].transfers[0].sent
-    link = fit(schedule, rows, 0.0, 1.0, "", {"shard": Stream(100.0, 0.0)}).links["shard"]
+    link = fit(schedule, rows, 0.0, 1.0, "", {"shard": LinkStream(100.0, 0.0)}).links["shard"]
     assert (link.latency, link.peak) == pytest.approx((0.5, 100.0))
     blind = fit(schedule, rows, 0.0, 1.0, "").links["shard"]
     assert (blind.latency, blind.bytes_per_s) == pytest.approx((0.0, sent / (0.5 + sent / 100.0)))
@@ -218,7 +218,7 @@ def test_a_link_that_is_not_shaped_has_a_rate_when_it_is_busy_and_one_for_a_tran
     schedule, ahead = over(3, APART), over(3, Policy(prefetch=3, reshard=False))
     rows = [timed(schedule, Costs(QUICK), slow)]
     plain = fit(schedule, rows, 0.0, 1.0, "")
-    found = fit(schedule, rows, 0.0, 1.0, "", {"shard": Stream(rate, 40.0, together=2)})
+    found = fit(schedule, rows, 0.0, 1.0, "", {"shard": LinkStream(rate, 40.0, together=2)})
     link = found.links["shard"]
     assert (link.burst, link.together) == (0.0, 2) and link.bytes_per_s == pytest.approx(max(rate, link.peak))
     assert simulate(schedule, found).seconds == pytest.approx(simulate(schedule, plain).seconds)

@@ -14,11 +14,11 @@ import fshard as fs
 from fshard.errors import PlanError
 from fshard.runtime.execution.timed import Stopwatch
 from fshard.runtime.steps import calibrate
-from fshard.runtime.steps.calibrate import Watched, fitted_by_all, op_times
+from fshard.runtime.steps.calibrate import TimedOps, fitted_by_all, op_times
 from fshard.schedule import Costs, Link, Policy, Schedule, simulate
 from fshard.schedule.clock import TICK, turn
 from fshard.schedule.fit import APART, BESIDE, OpTime, Overlap, fit
-from fshard.schedule.fit_links import Stream
+from fshard.schedule.fit_links import LinkStream
 from fshard.schedule.link import AROUND
 from fshard.schedule.ops import Op
 from fshard.schedule.transfers import awaited, started
@@ -42,7 +42,7 @@ def test_more_ranks_that_shard_have_less_to_update() -> None:
     sizes = {group.name: group.shard_bytes for group in schedule.groups}
     mean_size = sum(sizes.values()) / len(sizes)
     row = [OpTime(*[1.0 + sizes[op.target] / mean_size if op.kind == "update" else 1.0] * 3, 0.0) for op in schedule]
-    costs = fit(schedule, [row] * 2, 0.0, 1.0, "", {"shard": Stream(float("inf"), 0.0, peers=1)})
+    costs = fit(schedule, [row] * 2, 0.0, 1.0, "", {"shard": LinkStream(float("inf"), 0.0, peers=1)})
     assert 0.5 <= costs.updates_by_bytes <= 1.0
     four, replicas = fs.abstract_mesh((4,), ("shard",)), fs.abstract_mesh((2, 2), ("replica", "shard"))
     for op in [op for op in costs.seconds if op[0] == "update"]:
@@ -52,13 +52,13 @@ def test_more_ranks_that_shard_have_less_to_update() -> None:
 
 def test_waits_for_copies_are_the_time_of_those_who_compute_meanwhile() -> None:
     """Ranks that share a processor and memory have nothing on its way; on a processor of one's own a wait is a wait."""
-    schedule, shared_memory = over(2, APART), {"shard": Stream(float("inf"), 0.0, peers=1)}
+    schedule, shared_memory = over(2, APART), {"shard": LinkStream(float("inf"), 0.0, peers=1)}
     row = [OpTime(7.0 if op.kind.startswith("wait") else 1.0, 1.0, 1.0, 0.0) for op in schedule]
     one, half = (fit(schedule, [row], 0.0, processors, "", shared_memory) for processors in (1.0, 0.5))
     assert one.links["shard"].latency + one.links["shard"].bytes_per_s < float("inf")
     assert half.links["shard"].latency == 0.0 and half.links["shard"].bytes_per_s == float("inf")
     assert one.links["shard"].shared_memory and half.links["all_gather over shard"].shared_memory
-    assert not fit(schedule, [row], 0.0, 0.5, "", {"shard": Stream(1e3, 0.0, peers=1)}).links["shard"].shared_memory
+    assert not fit(schedule, [row], 0.0, 0.5, "", {"shard": LinkStream(1e3, 0.0, peers=1)}).links["shard"].shared_memory
     assert simulate(schedule, half).seconds == pytest.approx(2.0 * len(schedule))
 
 
@@ -116,7 +116,7 @@ def test_a_rank_that_left_its_schedule_is_told_to_all() -> None:
             whole.begin(op)
             whole.end(op)
         comms = step.programs.comms
-        good, bad = Watched(schedule, [whole] * 3), Watched(schedule, [whole, left if mesh.rank else whole])
+        good, bad = TimedOps(schedule, [whole] * 3), TimedOps(schedule, [whole, left if mesh.rank else whole])
         assert fitted_by_all(comms, good) is not None and fitted_by_all(comms, good, beside=good) is not None
         return fitted_by_all(comms, bad) is None and fitted_by_all(comms, good, beside=bad) is None
 
@@ -176,7 +176,7 @@ def test_what_transfers_take_from_compute_is_what_steps_take_more(
     truth, always = Costs(QUICK, links={"shard": link}), dict.fromkeys(("forward", "backward"), kernels)
     alone = slowed(timed(apart, truth, link), apart, {}, always)
     among = slowed(timed(beside, truth, link), beside, {"backward": more}, always)
-    streams = {"shard": Stream(50.0, 0.0, each, peers=1)}
+    streams = {"shard": LinkStream(50.0, 0.0, each, peers=1)}
     costs = fit(apart, [alone] * 2, 0.0, own, "", streams, Overlap(beside, [among] * 2))
     count, moved = sum(op.kind == "backward" for op in beside), sent_by(beside)
     taken, messages = link.beside * sum(moved) + count * more, len(moved) * AROUND * each
@@ -205,7 +205,7 @@ def test_copies_take_more_or_less_where_ranks_do_not_meet_at_each(more: float, s
     Other threads that spin while it waits (``spun``) change nothing.
     """
     apart, beside = over(3, APART), over(3, BESIDE)
-    truth, shared_memory = Costs(QUICK, links={"shard": LINK}), {"shard": Stream(math.inf, 0.0, peers=1)}
+    truth, shared_memory = Costs(QUICK, links={"shard": LINK}), {"shard": LinkStream(math.inf, 0.0, peers=1)}
     rows = timed(apart, truth)
     among = slowed(timed(beside, truth), beside, {"backward": more}, {"wait all_gather": spun})
     plain = fit(apart, [rows], 0.0, own, "", shared_memory)
@@ -241,10 +241,10 @@ def test_no_wait_takes_less_than_nothing() -> None:
 
 
 def test_calibrations_see_steps_with_transfers_beside_compute(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[tuple[Watched, Watched]] = []
+    seen: list[tuple[TimedOps, TimedOps]] = []
     fitted = calibrated.fitted_by_all
 
-    def noted(comms: Any, apart: Watched, host: float, own: Any, beside: Watched) -> Costs | None:
+    def noted(comms: Any, apart: TimedOps, host: float, own: Any, beside: TimedOps) -> Costs | None:
         seen.append((apart, beside))
         return fitted(comms, apart, host, own, beside)
 

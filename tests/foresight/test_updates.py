@@ -13,7 +13,7 @@ from fshard.foresight.foresee import foresee, task_of
 from fshard.foresight.hardware import Hardware
 from fshard.foresight.packing import packed_need
 from fshard.runtime.engine.activations import Activations
-from fshard.schedule.candidates import Task
+from fshard.schedule.candidates import PolicyTask
 
 WIDTH = 64
 SHARD = WIDTH * WIDTH * 4  # bytes of a whole leaf
@@ -31,7 +31,7 @@ def loss_fn(params: Any, x: torch.Tensor) -> torch.Tensor:
     return x.square().mean()
 
 
-def made(opt: Any, ranks: int = 2, **rule: Any) -> tuple[Any, Task]:
+def made(opt: Any, ranks: int = 2, **rule: Any) -> tuple[Any, PolicyTask]:
     """A step of two layers on some ranks, and its task."""
     params = {f"l{i}": {"w": torch.empty(WIDTH, WIDTH, device="meta")} for i in range(2)}
     mesh = fs.abstract_mesh((ranks,), ("data",))
@@ -202,7 +202,7 @@ def test_a_step_and_its_scaling_are_foreseen_with_updates() -> None:
     assert seen.scaling[1] >= sum(found.values())  # one rank updates everything
 
 
-def seconds_without_updates(hardware: Hardware, task: Task, step: Any) -> dict[tuple[str, str], float]:
+def seconds_without_updates(hardware: Hardware, task: PolicyTask, step: Any) -> dict[tuple[str, str], float]:
     """What the other ops take."""
     return {op: each for op, each in hardware.of(task, step.plan).seconds.items() if op[0] != "update"}
 

@@ -65,6 +65,12 @@ def test_generated_step_functions_are_those_of_plain_pytorch(pool: Pools, cases:
     assert not wrong, f"python -m tests.fuzz --of steps --seed 0 --case {next(iter(wrong))}"
 
 
+@pytest.mark.parametrize(("seed", "number"), [(991100, 29)])
+def test_step_functions_that_once_went_wrong(seed: int, number: int) -> None:
+    """A flag that lets a pass read a sum of parameters in the place of a state whose gathers are on their way."""
+    assert step_run.check(step_draw.draw(seed, number)).kind == "right"
+
+
 def test_the_comparison_tells_another_step_function() -> None:
     case = dataclasses.replace(step_draw.draw(0, 38), flags=(0, 0, 0))
     changed = dataclasses.replace(case, opt="sgd" if case.opt == "adamw" else "adamw")

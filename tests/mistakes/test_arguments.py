@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import fshard as fs
 from fshard.errors import AxisError, BatchError, CollectiveError, LossError, PlanError, ShardError, TreeError
-from fshard.runtime.steps.rows import Rows, uneven_rows
+from fshard.runtime.steps.rows import BatchRows, uneven_rows
 
 RULES = [(r".*", fs.fsdp("shard"))]
 
@@ -269,7 +269,7 @@ def test_what_cannot_be_cut_is_named() -> None:
 
 def test_what_is_uneven_is_said() -> None:
     """Unequal samples on any ranks, and unequal parts of samples on ranks that share them."""
-    rows = Rows((1,), (0, 0, 1, 1))
+    rows = BatchRows((1,), (0, 0, 1, 1))
     same, other = [1, 2, 8, 0, 4], [2, 2, 8, 0, 4]
     text = str(uneven_rows(rows.uneven([same, other, same, same])))
     assert "first tensor has 8 rows on every rank, but others differ" in text

@@ -13,7 +13,7 @@ from fshard.errors import PeerError, PlanError, ShardError
 from fshard.model.unit import slot_of
 from fshard.runtime.engine.engine import Engine
 from fshard.runtime.execution.actions import Actions
-from fshard.runtime.execution.update import Pending
+from fshard.runtime.execution.update import PendingUpdate
 from fshard.state.entries import entries
 from tests.shared.workers import Pools
 
@@ -155,14 +155,14 @@ def test_a_gather_that_is_wrong_names_the_unit_that_reads_it(monkeypatch: pytest
 
 
 def test_an_update_that_leaves_a_leaf_out_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    rule = Pending._rule
+    rule = PendingUpdate._rule
 
     def wrong(self: Any, params: Any, grads: Any, states: Any, cut: Any) -> None:
         kept = params[-1].clone()
         rule(self, params, grads, states, cut)
         params[-1].copy_(kept)
 
-    monkeypatch.setattr(Pending, "_rule", wrong)
+    monkeypatch.setattr(PendingUpdate, "_rule", wrong)
     said = fs.virtual_mesh((2,), ("any",)).run(broken, "update")
     assert said[0] == said[1] and "no output of a unit differs" in said[0]
     assert "params." in said[0] and "grad." not in said[0]

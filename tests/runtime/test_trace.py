@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fshard as fs
 from fshard.errors import LossError, PlanError, UnitError
-from fshard.runtime.execution.trace import Found, trace
+from fshard.runtime.execution.trace import ProgramTrace, trace
 from fshard.schedule.ops import ROOT, Call
 from tests.shared import zoo
 
@@ -49,7 +49,7 @@ def _plan(mesh: fs.Mesh = MESH) -> fs.Plan:
     return fs.make_plan(_params(), mesh, [(".*", fs.fsdp("shard"))], units=("one", "two", "three", "shift"))
 
 
-def _trace(fn: Callable[[Any, Any], Any], train: bool = True) -> Found:
+def _trace(fn: Callable[[Any, Any], Any], train: bool = True) -> ProgramTrace:
     found = trace(fn, _plan(), BATCH, train)
     assert found is not None
     return found
@@ -64,7 +64,7 @@ def _calls(*names: str) -> tuple[Call, ...]:
     return tuple(out)
 
 
-def _reads(found: Found) -> dict[str, list[str]]:
+def _reads(found: ProgramTrace) -> dict[str, list[str]]:
     names = [group.name for group in _plan().groups]
     return {unit: [names[g] for g in groups] for unit, groups in found.program.reads.items()}
 

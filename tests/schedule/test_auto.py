@@ -11,7 +11,7 @@ import fshard as fs
 from fshard.errors import PlanError
 from fshard.schedule import Policy, build, check, simulate
 from fshard.schedule.auto import TIE, Rates, choose
-from fshard.schedule.candidates import Task, candidates
+from fshard.schedule.candidates import PolicyTask, candidates
 from fshard.schedule.footprint import Need, footprint
 from fshard.schedule.policy import Keep
 from tests.schedule.cases import group, program
@@ -22,7 +22,7 @@ UNITS, BYTES = 8, 1 << 20
 ACTIVATIONS = 3 * BYTES
 
 
-def task(accumulate: int = 1, full: bool = True) -> Task:
+def task(accumulate: int = 1, full: bool = True) -> PolicyTask:
     """A chain of equal units on two ranks: each takes a second forward and two backward at 1 GFLOP/s."""
     names = [f"u{i}" for i in range(UNITS)]
     half = BYTES // 2
@@ -30,7 +30,7 @@ def task(accumulate: int = 1, full: bool = True) -> Task:
     forward = [Need((i + 1) * ACTIVATIONS, (i + 1) * ACTIVATIONS, 10**9) for i in range(UNITS)]
     backward = [Need((i + 1) * ACTIVATIONS, i * ACTIVATIONS, 2 * 10**9) for i in reversed(range(UNITS))]
     needs = [Need(0, 0, 0), *forward, *backward, Need(0, 0, 0)]
-    return Task(program(names, {name: (i,) for i, name in enumerate(names)}), groups, needs, accumulate, full)
+    return PolicyTask(program(names, {name: (i,) for i, name in enumerate(names)}), groups, needs, accumulate, full)
 
 
 SLOW, FAST = Rates(1e9, BYTES / 8), Rates(1e9, BYTES * 1e3)
@@ -106,7 +106,7 @@ def test_it_prints_the_table() -> None:
 
 def test_without_needs_only_the_wire_counts() -> None:
     work = task()
-    choice = choose(Task(work.program, work.groups, ()), fs.Auto(), SLOW)
+    choice = choose(PolicyTask(work.program, work.groups, ()), fs.Auto(), SLOW)
     run = simulate(choice.schedule, fs.sim.Costs(link=fs.sim.Link(SLOW.wire)))
     assert next(each.seconds for each in choice.candidates if each.policy == choice.policy) == run.seconds
 

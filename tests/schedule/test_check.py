@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fshard.errors import ScheduleError
-from fshard.schedule import Memory, Op, Policy, Schedule, build, check, parse
+from fshard.schedule import Op, Policy, Schedule, ScheduleMemory, build, check, parse
 from tests.schedule.cases import CASES, POLICIES, gpt, recipes
 from tests.schedule.statements import valid
 
@@ -171,7 +171,7 @@ def test_no_ops_at_all() -> None:
 def test_ranges_that_overlap_or_leave_the_arena(shift: int) -> None:
     schedule = build(*gpt(), Policy())
     memory = schedule.memory
-    broken: list[Memory] = []
+    broken: list[ScheduleMemory] = []
     for item in memory.offsets:
         offsets = {**memory.offsets, item: memory.offsets[item] + shift}
         broken.append(replace(memory, offsets=offsets))

@@ -11,7 +11,7 @@ from hypothesis import given
 from fshard.errors import PlanError, ScheduleError
 from fshard.schedule import Call, Costs, Link, Op, Policy, Program, Schedule, build, check, parse, simulate
 from fshard.schedule.auto import Auto, Rates, choose
-from fshard.schedule.candidates import Task
+from fshard.schedule.candidates import PolicyTask
 from fshard.schedule.footprint import Need, footprint
 from fshard.schedule.policy import keep
 from fshard.schedule.stages import Local, Pass, Stages
@@ -274,7 +274,7 @@ def test_the_footprint_takes_needs_of_each_pass() -> None:
 def test_a_policy_is_chosen_for_several_passes() -> None:
     stages, groups = surgery()
     needs = [Need(100, 50, 1000)] * len(stages.computes)
-    choice = choose(Task(stages, groups, needs), Auto(), Rates(1e3, 1e6))
+    choice = choose(PolicyTask(stages, groups, needs), Auto(), Rates(1e3, 1e6))
     check(choice.schedule)
     assert choice.schedule.program == stages
     assert {each.policy.accumulation for each in choice.candidates} == {"sharded", "full"}

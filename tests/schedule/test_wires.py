@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from fshard.schedule.clock import Clock, Fleet
 from fshard.schedule.link import Link
-from fshard.schedule.wires import Passing, Wire
+from fshard.schedule.wires import Passing, SharedWire
 
 Job = tuple[str, float, float, int]
 """A lane, when its transfer is issued, when its ranks have come, and the seconds of the wire that it needs."""
@@ -71,7 +71,7 @@ PARTS = st.tuples(st.sampled_from("abc"), st.integers(0, 6), st.integers(0, 9), 
 @given(st.lists(PARTS, min_size=1, max_size=8), LATENCY, TOGETHER)
 def test_lanes_get_equal_parts(parts: list[tuple[str, int, int, int, bool]], latency: int, together: int) -> None:
     """Whatever the order in which transfers start is, and whichever are waited for before others are issued."""
-    wire, link = Wire(max, min), Link(1.0, latency=latency, together=together)
+    wire, link = SharedWire(max, min), Link(1.0, latency=latency, together=together)
     now, jobs, found = 0.0, [], []
     for lane, since, late, needs, waits in parts:
         now += since
@@ -89,7 +89,7 @@ def test_each_of_several_ranks_has_its_own_wire(
     parts: list[tuple[str, int, int, int, bool]], latency: int, together: int
 ) -> None:
     """Times are tensors there. The second rank is later, by more for each transfer."""
-    wire, link = Wire(Fleet.larger, Fleet.smaller), Link(1.0, latency=latency, together=together)
+    wire, link = SharedWire(Fleet.larger, Fleet.smaller), Link(1.0, latency=latency, together=together)
     now, found = torch.zeros(2, dtype=torch.float64), []
     jobs: tuple[list[Job], list[Job]] = ([], [])
     for lane, since, late, needs, waits in parts:
@@ -106,7 +106,7 @@ def test_each_of_several_ranks_has_its_own_wire(
 
 
 def test_a_transfer_that_waits_for_its_lane_holds_back_no_other() -> None:
-    wire, link = Wire(max, min), Link(1.0)
+    wire, link = SharedWire(max, min), Link(1.0)
     first, second = (wire.add("a", link, 2, 0.0, 0.0) for _ in range(2))
     other = wire.add("b", link, 1, 0.5, 0.5)
     assert [wire.arrival(each) for each in (other, first, second)] == [2.5, 3.0, 5.0]
@@ -114,7 +114,7 @@ def test_a_transfer_that_waits_for_its_lane_holds_back_no_other() -> None:
 
 
 def test_a_step_begins_with_what_the_one_before_has_left() -> None:
-    wire, link = Wire(Clock.larger, Clock.smaller), Link(1.0, burst=4.0)
+    wire, link = SharedWire(Clock.larger, Clock.smaller), Link(1.0, burst=4.0)
     assert wire.arrival(wire.add("a", link, 10, 0.0, 0.0)) == 6.0
     wire.begin(7.0)
     other, again = wire.add("b", Link(1.0), 1, 1.0, 1.0), wire.add("a", Link(1.0), 1, 1.0, 1.0)
@@ -123,14 +123,14 @@ def test_a_step_begins_with_what_the_one_before_has_left() -> None:
 
 
 def test_a_burst_arrives_before_the_wire_has_carried_it_and_no_transfer_faster_than_the_peak() -> None:
-    wire, link = Wire(max, min), Link(1.0, burst=4.0, peak=3.0)
+    wire, link = SharedWire(max, min), Link(1.0, burst=4.0, peak=3.0)
     assert wire.arrival(wire.add("a", link, 10, 0.0, 0.0)) == 6.0
     assert wire.arrival(wire.add("a", link, 3, 20.0, 20.0)) == 21.0
 
 
 def test_what_comes_after_an_arrival_does_not_change_it() -> None:
     """The burst has arrived at 6; the wire owes its bytes until 10."""
-    wire = Wire(max, min)
+    wire = SharedWire(max, min)
     first = wire.add("a", Link(1.0, burst=4.0), 10, 0.0, 0.0)
     second = wire.add("a", Link(1.0, burst=4.0), 1, 0.0, 0.0)
     wire.add("b", Link(1.0), 5, 8.0, 8.0)
@@ -140,10 +140,10 @@ def test_what_comes_after_an_arrival_does_not_change_it() -> None:
 def test_threads_have_their_turn_when_the_device_waits_or_later() -> None:
     link = Link(1.0)
     for waits, started in ((0.5, 0.5), (3.0, 2.0)):
-        wire = Wire(max, min)
+        wire = SharedWire(max, min)
         passing = wire.add("a", link, 1, 0.0, 0.0, turn=2.0)
         assert wire.awaited(passing, waits, [wire]) == started + 1.0 and passing.start == started
-    wire = Wire(max, min)
+    wire = SharedWire(max, min)
     first, late = wire.add("a", link, 1, 0.0, 0.0), wire.add("b", link, 1, 1.0, 4.0, turn=2.0)
     assert wire.awaited(first, 1.5, [wire]) == 1.0  # it has arrived, so that nobody waits
     assert wire.awaited(late, 2.0, [wire]) == 5.0  # its ranks have not come yet
@@ -151,7 +151,7 @@ def test_threads_have_their_turn_when_the_device_waits_or_later() -> None:
 
 @pytest.mark.parametrize("arrived", [False, True])
 def test_a_device_that_waits_gives_its_processor_to_threads_of_all_its_wires(arrived: bool) -> None:
-    own, other, link = Wire(max, min), Wire(max, min), Link(1.0)
+    own, other, link = SharedWire(max, min), SharedWire(max, min), Link(1.0)
     first = own.add("a", link, 1 if arrived else 3, 0.0, 0.0)
     late = other.add("b", link, 1, 1.0, 1.0, turn=4.0)
     assert own.awaited(first, 2.0, [own, other]) == (1.0 if arrived else 3.0)

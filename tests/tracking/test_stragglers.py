@@ -11,7 +11,7 @@ import torch
 import fshard as fs
 from fshard.errors import NonFiniteError
 from fshard.runtime.steps.pace import Pace
-from fshard.schedule.flight import OVER, Entry, Record
+from fshard.schedule.flight import OVER, FlightEntry, RankRecord
 from fshard.schedule.ops import Op
 from fshard.schedule.stragglers import straggler
 from tests.shared.workers import Pools
@@ -60,17 +60,17 @@ def schedule() -> Any:
     return step.trace(torch.ones(3, 6)).schedule
 
 
-def record(rank: int, runs: int, late: float) -> Record:
+def record(rank: int, runs: int, late: float) -> RankRecord:
     """Of a rank that computes for one second in each run, and so much longer before its first op of it."""
-    ops, entries, clock = schedule(), list[Entry](), 100.0 * rank  # clocks of hosts differ
+    ops, entries, clock = schedule(), list[FlightEntry](), 100.0 * rank  # clocks of hosts differ
     for run in range(runs):
         waits = {"handshake": 0.5 - late, "consensus": 0.01}
         clock += late
         for number, op in enumerate(ops):
-            entries.append(Entry(clock, run, number, 1))
+            entries.append(FlightEntry(clock, run, number, 1))
             clock += waits.get(op.kind, 1.0 / len(ops))
-        entries.append(Entry(clock, run, OVER, 1))
-    return Record(rank, 3, entries, {1: ops})
+        entries.append(FlightEntry(clock, run, OVER, 1))
+    return RankRecord(rank, 3, entries, {1: ops})
 
 
 def test_a_trace_names_the_straggler_with_its_waits() -> None:

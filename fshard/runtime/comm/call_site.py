@@ -10,7 +10,7 @@ from traceback import walk_tb
 from types import FrameType
 from typing import Any
 
-from fshard.runtime.comm.stacks import Place, stack_of
+from fshard.runtime.comm.stacks import CodePlace, stack_of
 
 OURS = ("fshard.", "torch.", "optree.")
 """Modules whose frames are not the user's."""
@@ -119,7 +119,7 @@ def executing(executor: object) -> None:
     setattr(threading.current_thread(), EXECUTOR, weakref.ref(executor))
 
 
-def _calls(stack: Iterable[Place]) -> Iterator[str]:
+def _calls(stack: Iterable[CodePlace]) -> Iterator[str]:
     """Each call from a line of the user into the library, innermost first."""
     inside: list[str] = []  # qualified names of adjacent frames of the library
     innermost = True

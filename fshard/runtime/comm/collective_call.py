@@ -26,7 +26,7 @@ KNOWN = CommError | PeerError | ScheduleError
 
 
 @dataclass
-class Meeting:
+class CallMeeting:
     """A collective call of this thread.
 
     Attributes:
@@ -69,8 +69,8 @@ def telling(mesh: Mesh | None, always: bool = True) -> Iterator[None]:
         yield
         return
     thread: Any = threading.current_thread()
-    around: Meeting | None = getattr(thread, MEETING, None)
-    here = Meeting()
+    around: CallMeeting | None = getattr(thread, MEETING, None)
+    here = CallMeeting()
     setattr(thread, MEETING, here)
     try:
         yield

@@ -27,7 +27,7 @@ OWN = "Start as many ranks a host as it has GPUs, or give each rank one by CUDA_
 
 
 @dataclass(frozen=True)
-class Place:
+class DevicePlace:
     """Where a rank works.
 
     Attributes:
@@ -147,13 +147,13 @@ def read_device(given: str | torch.device) -> torch.device:
     return device
 
 
-def place_of(device: torch.device) -> Place:
+def place_of(device: torch.device) -> DevicePlace:
     """Where this rank works, on a device that exists."""
     gpu = str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""
-    return Place(str(device), socket.gethostname(), gpu)
+    return DevicePlace(str(device), socket.gethostname(), gpu)
 
 
-def problem_of(places: Sequence[Place]) -> str:
+def problem_of(places: Sequence[DevicePlace]) -> str:
     """What is wrong with the places of all ranks; empty if nothing is.
 
     >>> print(problem_of([Place("cuda:0", "a", "GPU-1"), Place("cuda:0", "b", "GPU-2"), Place("cuda:0", "a", "GPU-1")]))
@@ -190,7 +190,7 @@ def _rows(ranks: Mapping[str, Sequence[int]]) -> list[str]:
     return [f"rank{'s' * (len(some) > 1)} {', '.join(map(str, some))}: {what}" for what, some in ranks.items()]
 
 
-def agree_on_places(store: Any, rank: int, world: int, mine: Place) -> str:
+def agree_on_places(store: Any, rank: int, world: int, mine: DevicePlace) -> str:
     """Tell rank 0 this rank's place, and return what is wrong with those of all; empty if nothing is. Collective.
 
     Only the store is used: ranks that chose different backends can still tell each other.
@@ -202,7 +202,7 @@ def agree_on_places(store: Any, rank: int, world: int, mine: Place) -> str:
         if verdict:
             store.add(f"{prefix}/told", 1)
         return verdict
-    verdict = problem_of([Place(**json.loads(store.get(f"{prefix}/{other}"))) for other in range(world)])
+    verdict = problem_of([DevicePlace(**json.loads(store.get(f"{prefix}/{other}"))) for other in range(world)])
     store.set(f"{prefix}/verdict", verdict)
     if verdict:  # the store may end with this process
         deadline = time.monotonic() + LINGER

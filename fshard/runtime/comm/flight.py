@@ -77,7 +77,7 @@ class Flight:
         self.rank, self.ranks, self.name = rank, ranks, ""
         self.runs: deque[Noted] = deque(maxlen=RUNS)
         folder = os.environ.get(VARIABLE)
-        self.mapped = Mapped(Path(folder), rank, ranks) if folder else None
+        self.mapped = MappedFile(Path(folder), rank, ranks) if folder else None
         self.kept: Kept | None = None
         self.passing = False
         self.lock = threading.Lock()
@@ -203,7 +203,7 @@ class Flight:
             folder.rmdir()  # if it is empty
 
 
-class Mapped:
+class MappedFile:
     """A ring of the ops that a rank came to, in a file that is mapped into memory.
 
     Args:

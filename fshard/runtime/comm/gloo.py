@@ -93,7 +93,7 @@ class GlooCommunicator:
             cuts = [(cut, self._tag("s", sent[me][cut])) for cut in pieces(out)]
             for cut, tag in cuts:
                 arrivals = {peer: messages.receive(rows[peer][cut], peer, tag) for peer in peers}
-                parts.append(Sum(out[cut], [row[cut] for row in rows], arrivals, add))
+                parts.append(GlooSum(out[cut], [row[cut] for row in rows], arrivals, add))
             for cut, tag in cuts:
                 for peer in peers:
                     messages.send(sent[peer][cut], peer, tag)
@@ -265,7 +265,7 @@ class RingHandle:
 
 
 @dataclass(frozen=True)
-class Sum:
+class GlooSum:
     """A sum of rows, some of which are still in flight: ``arrivals`` are the numbers of their messages by rank."""
 
     out: Tensor
@@ -293,7 +293,7 @@ class MessageHandle:
 
     messages: Messages
     tensors: Sequence[Tensor]
-    sums: Sequence[Sum] = ()
+    sums: Sequence[GlooSum] = ()
 
     def wait(self) -> None:
         """Wait for each message, at most as long as the communicator's timeout."""

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fshard.errors import CommError
 from fshard.runtime.comm.communicator import Events, Handle, Sizes, chunks
-from fshard.runtime.comm.links import Link
+from fshard.runtime.comm.links import PeerLink
 from fshard.runtime.comm.pending import naming_errors
 from fshard.runtime.comm.row_sums import sum_rows
 from fshard.runtime.comm.shared_memory import SharedMemory
@@ -37,7 +37,7 @@ class HostCommunicator:
         self,
         name: str,
         rank: int,
-        links: Sequence[Link | None],
+        links: Sequence[PeerLink | None],
         ranks: Sequence[int],
         watchdog: Watchdog,
         fatal: bool = True,

@@ -15,7 +15,14 @@ from fshard.errors import CommError, PlanError
 from fshard.runtime.comm.alive import MOST, Alive
 from fshard.runtime.comm.bounded import bounded
 from fshard.runtime.comm.descriptors import Descriptors
-from fshard.runtime.comm.devices import Place, agree_on_places, choose_device, device_of_group, place_of, with_nccl
+from fshard.runtime.comm.devices import (
+    DevicePlace,
+    agree_on_places,
+    choose_device,
+    device_of_group,
+    place_of,
+    with_nccl,
+)
 from fshard.runtime.comm.interface import VARIABLE, interface
 from fshard.runtime.comm.launchers import as_torchrun
 from fshard.runtime.comm.pending import naming_errors
@@ -165,7 +172,7 @@ def _agreed(
         device = with_nccl(choose())
         place = place_of(device)
     except PlanError as error:
-        place, failure = Place("", problem=str(error)), error
+        place, failure = DevicePlace("", problem=str(error)), error
 
     def agree() -> str:
         return agree_on_places(store, rank, world, place)

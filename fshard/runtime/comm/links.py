@@ -56,7 +56,7 @@ def host_key() -> str:
         return ""
 
 
-class Link:
+class PeerLink:
     """This process's end of a link."""
 
     def __init__(self, end: socket.socket) -> None:
@@ -117,7 +117,7 @@ class Rendezvous:
         """Name and secret."""
         return f"{self.name} {self.secret}"
 
-    def open(self, me: int, addresses: Sequence[str]) -> list[Link | None]:
+    def open(self, me: int, addresses: Sequence[str]) -> list[PeerLink | None]:
         """Links to all peers by their position; None at this process's own.
 
         Args:
@@ -127,7 +127,7 @@ class Rendezvous:
         Raises:
             OSError: a peer could not be reached.
         """
-        links: list[Link | None] = [None] * len(addresses)
+        links: list[PeerLink | None] = [None] * len(addresses)
         deadline = time.monotonic() + ATTEMPT
         try:
             for position in range(me):
@@ -138,7 +138,7 @@ class Rendezvous:
             raise
         return links
 
-    def _dial(self, address: str, me: int, deadline: float) -> Link:
+    def _dial(self, address: str, me: int, deadline: float) -> PeerLink:
         """Connect to a peer that accepts."""
         name, _, secret = address.partition(" ")
         end = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -151,9 +151,9 @@ class Rendezvous:
         except BaseException:
             end.close()
             raise
-        return Link(end)
+        return PeerLink(end)
 
-    def _accept(self, links: list[Link | None], me: int, deadline: float) -> None:
+    def _accept(self, links: list[PeerLink | None], me: int, deadline: float) -> None:
         """Accept the connections of the peers after this one, all at once, and fill in their links."""
         self.listener.setblocking(False)
         ready = select.poll()
@@ -177,7 +177,7 @@ class Rendezvous:
                     if position is None:
                         end.close()
                     else:
-                        links[position] = Link(end)
+                        links[position] = PeerLink(end)
         finally:
             for end in waiting.values():
                 end.close()
@@ -197,7 +197,7 @@ class Rendezvous:
                 ready.unregister(oldest)
                 waiting.pop(oldest).close()
 
-    def _position(self, end: socket.socket, links: Sequence[Link | None], me: int) -> int | None:
+    def _position(self, end: socket.socket, links: Sequence[PeerLink | None], me: int) -> int | None:
         """The position of the peer at the other end; None if it does not know the secret or is already connected."""
         try:
             secret, _, text = end.recv(LONGEST).decode(errors="replace").partition(" ")
@@ -252,7 +252,7 @@ def close_files(files: Sequence[int]) -> None:
             os.close(file)
 
 
-def close_links(links: Sequence[Link | None]) -> None:
+def close_links(links: Sequence[PeerLink | None]) -> None:
     """Close links."""
     for link in links:
         if link is not None:

@@ -11,7 +11,7 @@ from torch import Tensor
 from fshard.errors import CommError
 from fshard.forks import keep, own
 from fshard.runtime.comm.communicator import Events, Handle, Sizes
-from fshard.runtime.comm.pending import Pending, all_gather, naming_errors, reduce_scatter
+from fshard.runtime.comm.pending import PendingWork, all_gather, naming_errors, reduce_scatter
 from fshard.runtime.comm.row_sums import sum_rows
 from fshard.runtime.comm.streams import Stream
 
@@ -45,7 +45,7 @@ class NcclCommunicator:
     def all_gather(self, out: Tensor, shard: Tensor, after: Events = ()) -> Handle:
         """NCCL all-gather on this communicator's stream."""
         with self._after(after, "all-gather") as (group, describe):
-            return Pending(all_gather(out, shard, group), describe)
+            return PendingWork(all_gather(out, shard, group), describe)
 
     def reduce_scatter(self, out: Tensor, full: Tensor, stage: Tensor, add: bool, after: Events = ()) -> Handle:
         """NCCL reduce-scatter on this communicator's stream, into ``stage`` if it adds to ``out``.
@@ -56,21 +56,21 @@ class NcclCommunicator:
             rows = stage[: full.numel()]
             with self._after(after, "reduce-scatter") as (group, describe):
                 work = dist.all_to_all_single(rows, full, group=group, async_op=True)
-                return Pending(work, describe, lambda: sum_rows(out, rows.view(self.size, -1), add))
+                return PendingWork(work, describe, lambda: sum_rows(out, rows.view(self.size, -1), add))
         target = stage[: out.numel()] if add else out
         finish = (lambda: out.add_(target)) if add else None
         with self._after(after, "reduce-scatter") as (group, describe):
-            return Pending(reduce_scatter(target, full, group), describe, finish)
+            return PendingWork(reduce_scatter(target, full, group), describe, finish)
 
     def all_reduce(self, buffer: Tensor, after: Events = ()) -> Handle:
         """NCCL all-reduce on this communicator's stream."""
         with self._after(after, "all-reduce") as (group, describe):
-            return Pending(dist.all_reduce(buffer, group=group, async_op=True), describe)
+            return PendingWork(dist.all_reduce(buffer, group=group, async_op=True), describe)
 
     def all_to_all(self, out: Tensor, full: Tensor, receive: Sizes, send: Sizes, after: Events = ()) -> Handle:
         """NCCL all-to-all on this communicator's stream."""
         with self._after(after, "all-to-all") as (group, describe):
-            return Pending(dist.all_to_all_single(out, full, receive, send, group=group, async_op=True), describe)
+            return PendingWork(dist.all_to_all_single(out, full, receive, send, group=group, async_op=True), describe)
 
     def close(self, reason: str = "") -> Any:
         """Take no more collectives. Returns the process group, which the caller aborts; None if that was done."""

@@ -40,7 +40,7 @@ def naming_errors(describe: str, rank: int | None = None) -> Iterator[str]:
 
 
 @dataclass(frozen=True)
-class Pending:
+class PendingWork:
     """A c10d collective in flight, and a function that computes the result from the received data."""
 
     work: Any

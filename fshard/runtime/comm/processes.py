@@ -23,7 +23,7 @@ from fshard.runtime.comm.flight import Flight
 from fshard.runtime.comm.gloo import GlooCommunicator
 from fshard.runtime.comm.gloo_threads import without_interrupting
 from fshard.runtime.comm.host import HostCommunicator
-from fshard.runtime.comm.links import Link, Rendezvous, close_links, host_key
+from fshard.runtime.comm.links import PeerLink, Rendezvous, close_links, host_key
 from fshard.runtime.comm.nccl import NcclCommunicator
 from fshard.runtime.comm.pending import naming_errors
 from fshard.runtime.comm.row_sums import kernel_of
@@ -288,7 +288,7 @@ class ProcessTransport:
         """What names a process group in the store, as all of its ranks name it."""
         return str(group.group_name)
 
-    def _connect(self, parts: Sequence[tuple[int, ...]]) -> tuple[list[Link | None] | None, set[tuple[int, ...]]]:
+    def _connect(self, parts: Sequence[tuple[int, ...]]) -> tuple[list[PeerLink | None] | None, set[tuple[int, ...]]]:
         """Links to the ranks of this rank's part if all are on one host; and all parts of which that is true."""
         base = self._base()
         near = {ranks for ranks in parts if self.hosts[ranks[0]] and len({self.hosts[r] for r in ranks}) == 1}
@@ -303,7 +303,7 @@ class ProcessTransport:
             return None, near
         return links, near
 
-    def _links(self, base: Communicator, ranks: tuple[int, ...]) -> list[Link | None] | None:
+    def _links(self, base: Communicator, ranks: tuple[int, ...]) -> list[PeerLink | None] | None:
         """Links to these ranks; None if one cannot be made: then all of them use gloo. Collective."""
         rendezvous = Rendezvous()
         addresses = exchange_text(base, rendezvous.address, 64)

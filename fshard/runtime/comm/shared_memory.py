@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from fshard.forks import own
-from fshard.runtime.comm.links import Link, close_files, make_memory, map_memory
+from fshard.runtime.comm.links import PeerLink, close_files, make_memory, map_memory
 from fshard.runtime.comm.watchdog import Watchdog
 
 HEAD = struct.Struct("=ccqqqq")
@@ -59,7 +59,7 @@ class Peer:
     """A peer: its rank, link and memory, its announced parts by the number of the collective, and why it left."""
 
     rank: int
-    link: Link
+    link: PeerLink
     memory: dict[int, Tensor] = field(default_factory=dict)
     parts: dict[int, tuple[int, Tensor, bytes]] = field(default_factory=dict)
     gone: str = ""
@@ -74,7 +74,7 @@ class SharedMemory:
         watchdog: sees long waits, and has the timeout.
     """
 
-    def __init__(self, links: Sequence[Link | None], ranks: Sequence[int], watchdog: Watchdog) -> None:
+    def __init__(self, links: Sequence[PeerLink | None], ranks: Sequence[int], watchdog: Watchdog) -> None:
         pairs = enumerate(zip(ranks, links, strict=True))
         self.peers = {at: Peer(rank, link) for at, (rank, link) in pairs if link is not None}
         self.watchdog, self.timeout = watchdog, watchdog.timeout

@@ -28,7 +28,7 @@ FRAME = re.compile(r'  File "(.*)", line (\d+) in (.*)')
 """The line of a frame."""
 
 
-class Place(NamedTuple):
+class CodePlace(NamedTuple):
     """A function that a thread is in, and where: its module, empty if unknown; qualified name; file and line."""
 
     module: str
@@ -37,7 +37,7 @@ class Place(NamedTuple):
     line: int
 
 
-def stack_of(thread: int | None = None) -> Iterator[Place]:
+def stack_of(thread: int | None = None) -> Iterator[CodePlace]:
     """The functions that a thread is in, innermost first; none if it has ended.
 
     Of another thread these are the innermost hundred at most, and functions outside of this package have the names that
@@ -54,10 +54,10 @@ def stack_of(thread: int | None = None) -> Iterator[Place]:
     return _told(_dumped(), thread)
 
 
-def _own(frame: FrameType | None) -> Iterator[Place]:
+def _own(frame: FrameType | None) -> Iterator[CodePlace]:
     while frame is not None:
         code = frame.f_code
-        yield Place(str(frame.f_globals.get("__name__", "")), code.co_qualname, code.co_filename, frame.f_lineno)
+        yield CodePlace(str(frame.f_globals.get("__name__", "")), code.co_qualname, code.co_filename, frame.f_lineno)
         frame = frame.f_back
 
 
@@ -72,7 +72,7 @@ def _dumped() -> str:
         return ""
 
 
-def _told(text: str, thread: int) -> Iterator[Place]:
+def _told(text: str, thread: int) -> Iterator[CodePlace]:
     """The stack of one thread from a text of faulthandler."""
     current = None
     for line in text.splitlines():
@@ -80,7 +80,7 @@ def _told(text: str, thread: int) -> Iterator[Place]:
             current = int(begun[1], 16)
         elif current == thread and (found := FRAME.match(line)):
             file, name, number = _unescaped(found[1]), _unescaped(found[3]), int(found[2])
-            yield Place(_module(file), _qualified(file, number, name), file, number)
+            yield CodePlace(_module(file), _qualified(file, number, name), file, number)
 
 
 def _unescaped(text: str) -> str:

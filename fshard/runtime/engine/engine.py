@@ -32,7 +32,7 @@ from fshard.runtime.engine.batch import BatchWatch
 from fshard.runtime.engine.parameters import Parameters
 from fshard.runtime.engine.proxies import Mispredicted
 from fshard.runtime.engine.remat import NO_REMAT, Remat, reentrant_refused
-from fshard.runtime.engine.units import GRAD, VERSION, Called, Reads, Units, bare
+from fshard.runtime.engine.units import GRAD, VERSION, Called, UnitReads, Units, bare
 from fshard.runtime.graphs import Compiled
 from fshard.runtime.memory import Slots
 from fshard.runtime.memory.slots import storage_of
@@ -181,10 +181,12 @@ class Engine:
             self.inside, self.passed = "", ()
         if versions != list(map(VERSION, watched)):
             raise reads.written(name, watched, versions)
-        self._mark(Mark(self, name, index), reads, _tensors(result), inputs)
+        self._mark(BackwardMark(self, name, index), reads, _tensors(result), inputs)
         return result
 
-    def _mark(self, mark: "Mark", reads: Reads, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:
+    def _mark(
+        self, mark: "BackwardMark", reads: UnitReads, outputs: Sequence[Tensor], inputs: Sequence[Tensor]
+    ) -> None:
         storages = self.slots.storages
         for number, out in enumerate(outputs):
             if storage_of(out) in storages:
@@ -314,7 +316,7 @@ class Engine:
         return called.function(*args, **kwargs)
 
 
-class Mark:
+class BackwardMark:
     """The hook on a unit's outputs: the first of their gradients to be complete begins the unit's backward."""
 
     __slots__ = ("engine", "index", "name", "passed")
@@ -350,7 +352,7 @@ def _forbidden(unit: Unit, called: Called, args: tuple[Any, ...], kwargs: dict[s
 _PLAIN = frozenset((Tensor,))
 
 
-def _hook(out: Tensor, mark: Mark) -> None:
+def _hook(out: Tensor, mark: BackwardMark) -> None:
     """Let the gradient of a tensor call a mark: ``register_hook``, but for the handle, which takes most of its time."""
     node: Any = out.grad_fn
     if type(out) is not Tensor or node is None or out._backward_hooks is not None:

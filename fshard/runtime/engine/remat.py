@@ -23,7 +23,7 @@ ANY = "**"
 """The glob of all units."""
 
 
-class Host(Protocol):
+class RematHost(Protocol):
     """The engine. ``inside`` is the unit whose function is running."""
 
     inside: str
@@ -53,7 +53,7 @@ class Remat:
             remedy = f"Globs must match a whole name; there are {', '.join(names) or 'no units'}."
             raise PlanError(lines("remat= holds patterns that match no unit:", idle, remedy))
 
-    def around(self, unit: str, function: Callable[..., Any], host: Host) -> Callable[..., Any]:
+    def around(self, unit: str, function: Callable[..., Any], host: RematHost) -> Callable[..., Any]:
         """A unit's function, computed again in the backward if a rule says so."""
         policy = self.of(unit) if self.rules else None
         if policy is None:

@@ -19,7 +19,7 @@ MOST = 12
 """Leaves that an error lists."""
 
 
-class Reads:
+class UnitReads:
     """Which leaves a unit reads: their paths in the order of its flat leaves, and by group.
 
     Attributes:
@@ -89,7 +89,7 @@ class Called(NamedTuple):
     params: Any
     leaves: list[Tensor]
     function: Callable[..., Any]
-    reads: Reads
+    reads: UnitReads
     stopped: bool
 
 
@@ -107,7 +107,7 @@ class Units:
     """
 
     def __init__(self, plan: Plan, slots: Slots, remat: Remat, engine: Any) -> None:
-        self.reads: dict[str, Reads] = {}
+        self.reads: dict[str, UnitReads] = {}
         self._plan, self._slots, self.remat, self._engine = plan, slots, remat, engine
         self._names: dict[tuple[str, tuple[object, ...]], str] = {}
         self._trees: dict[Unit, tuple[Any, Called]] = {}
@@ -154,7 +154,7 @@ class Units:
         name = unit.name or f"{function}({_prefix(paths)})"
         if name in self.reads and self.reads[name].paths != paths:
             name = f"{function}({','.join(paths)})"
-        self.reads.setdefault(name, Reads(paths, self._plan, self._slots))
+        self.reads.setdefault(name, UnitReads(paths, self._plan, self._slots))
         return name
 
 

@@ -3,13 +3,13 @@
 from fshard.runtime.execution.rounding import Rounding, rounded_groups
 from fshard.runtime.execution.shards import Gradients, Shard, Shards, gradients_of, start_shard
 from fshard.runtime.execution.signals import Shield
-from fshard.runtime.execution.trace import Found
-from fshard.runtime.execution.update import Pending, Several, Update, partly_updated, parts_of
+from fshard.runtime.execution.trace import ProgramTrace
+from fshard.runtime.execution.update import PendingUpdate, Several, Update, partly_updated, parts_of
 
 __all__ = [
-    "Found",
+    "ProgramTrace",
     "Gradients",
-    "Pending",
+    "PendingUpdate",
     "Rounding",
     "Several",
     "Shard",

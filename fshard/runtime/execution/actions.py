@@ -14,7 +14,7 @@ from fshard.runtime.comm import Done, Handle, packing
 from fshard.runtime.comm.communicators import Communicators
 from fshard.runtime.comm.packing import Kernels
 from fshard.runtime.comm.streams import Event, events
-from fshard.runtime.execution.replicas import Kept, Replicas
+from fshard.runtime.execution.replicas import ReplicaBuffers, Replicas
 from fshard.runtime.execution.shards import Shard, Shards
 from fshard.runtime.execution.update import Update
 from fshard.runtime.execution.wires import gathered, scattered, updated
@@ -353,7 +353,7 @@ class Actions:
         group, left = buffers.slots.group, buffers.left
         for room in left.values():
             allocate(room)
-        kept = Kept(self.resident.shards[group.id].opt, left, self.feedback) if left else None
+        kept = ReplicaBuffers(self.resident.shards[group.id].opt, left, self.feedback) if left else None
         return self.replicas.sum(group, buffers.shard, buffers.own, kept)
 
     def _share(self, slots: GroupSlots) -> Handle:

@@ -11,7 +11,7 @@ from typing import TypeVar
 
 from fshard.errors import CommError, ScheduleError
 from fshard.runtime.engine.proxies import Mispredicted
-from fshard.runtime.execution.route import Actions, Route
+from fshard.runtime.execution.route import Route, ScheduleActions
 from fshard.runtime.execution.signals import Shield
 from fshard.schedule.ops import COMPUTE_KINDS, ROOT, Call, Op, Program
 
@@ -28,7 +28,7 @@ class Scheduled:
         draining: whether the program is over, so that only what other ranks wait for is still to be done.
     """
 
-    def __init__(self, route: Route, actions: Actions, shield: Shield | None = None) -> None:
+    def __init__(self, route: Route, actions: ScheduleActions, shield: Shield | None = None) -> None:
         self.route, self.ops, self.runs, self.actions = route, route.schedule.ops, route.runs, actions
         self.look = route.watch
         self.end = len(self.ops) - (self.ops[-1].kind == "consensus")
@@ -187,7 +187,7 @@ class OnDemand:
 
     def __init__(
         self,
-        actions: Actions,
+        actions: ScheduleActions,
         names: Sequence[str],
         reads: Callable[[str], Sequence[int]],
         agree: Callable[[str], None],

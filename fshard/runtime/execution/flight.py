@@ -9,9 +9,9 @@ from torch.autograd.profiler import record_function
 from fshard.runtime.comm import ProcessTransport
 from fshard.runtime.comm.call_site import executing
 from fshard.runtime.comm.communicator import SingleRankTransport
-from fshard.runtime.comm.flight import Flight, Mapped
+from fshard.runtime.comm.flight import Flight, MappedFile
 from fshard.runtime.execution.executor import OnDemand, Scheduled
-from fshard.runtime.execution.route import Actions, Route
+from fshard.runtime.execution.route import Route, ScheduleActions
 from fshard.runtime.execution.signals import Shield
 from fshard.schedule.flight import OVER
 from fshard.sharding.mesh import Mesh
@@ -19,13 +19,15 @@ from fshard.torch_internals import profiler_enabled
 
 T = TypeVar("T")
 
-ExecutorMaker = Callable[[Route, Actions, Shield], Scheduled]
+ExecutorMaker = Callable[[Route, ScheduleActions, Shield], Scheduled]
 
 
-class Recorded(Scheduled):
+class RecordingExecutor(Scheduled):
     """Runs the ops of a schedule, and notes each in a mapped file before it runs."""
 
-    def __init__(self, mapped: Mapped, route: Route, actions: Actions, shield: Shield | None = None) -> None:
+    def __init__(
+        self, mapped: MappedFile, route: Route, actions: ScheduleActions, shield: Shield | None = None
+    ) -> None:
         super().__init__(route, actions, shield)
         self.mapped = mapped
 
@@ -52,7 +54,7 @@ class Recorded(Scheduled):
 class Profiled(Scheduled):
     """Runs the ops of a schedule, each as a range of torch.profiler: ``fshard forward blocks.2``."""
 
-    def __init__(self, route: Route, actions: Actions, shield: Shield | None = None) -> None:
+    def __init__(self, route: Route, actions: ScheduleActions, shield: Shield | None = None) -> None:
         super().__init__(route, actions, shield)
         self.open: record_function | None = None
 
@@ -88,7 +90,7 @@ class Profiled(Scheduled):
             super()._update()
 
 
-class RecordedAndProfiled(Recorded, Profiled):
+class RecordedAndProfiled(RecordingExecutor, Profiled):
     """Runs the ops of a schedule: each is noted, and a range of torch.profiler."""
 
 
@@ -116,8 +118,8 @@ def executor_of(mesh: Mesh) -> ExecutorMaker:
     return partial(_made, flight.mapped if flight is not None else None)
 
 
-def _made(mapped: Mapped | None, route: Route, actions: Actions, shield: Shield | None = None) -> Scheduled:
+def _made(mapped: MappedFile | None, route: Route, actions: ScheduleActions, shield: Shield | None = None) -> Scheduled:
     profiled = profiler_enabled()
     if mapped is None:
         return (Profiled if profiled else Scheduled)(route, actions, shield)
-    return (RecordedAndProfiled if profiled else Recorded)(mapped, route, actions, shield)
+    return (RecordedAndProfiled if profiled else RecordingExecutor)(mapped, route, actions, shield)

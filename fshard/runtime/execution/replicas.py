@@ -26,7 +26,7 @@ from fshard.sharding.low_rank import Matrix, matrices, rank_of
 
 
 @dataclass(frozen=True)
-class Kept:
+class ReplicaBuffers:
     """What sums over replicas leave for the next ones, by the name of the buffer.
 
     Attributes:
@@ -68,7 +68,7 @@ class Replicas:
     found: dict[int, Sequence[Matrix]] = field(default_factory=dict)
     under_way: WeakSet[Product] = field(default_factory=WeakSet)
 
-    def sum(self, group: Group, shard: Tensor, own: Tensor, kept: Kept | None = None) -> Handle:
+    def sum(self, group: Group, shard: Tensor, own: Tensor, kept: ReplicaBuffers | None = None) -> Handle:
         """Begin to complete a gradient. ``own`` holds what this rank updates when the handle was waited for.
 
         Args:
@@ -92,7 +92,7 @@ class Replicas:
         first = comm.reduce_scatter(own, sent, stage, False, events(sent.device))
         return Scattered(first, sent, shard, lambda: self._all(group, own))
 
-    def _all(self, group: Group, own: Tensor, kept: Kept | None = None) -> Handle:
+    def _all(self, group: Group, own: Tensor, kept: ReplicaBuffers | None = None) -> Handle:
         """Begin to add up over the replicas of what a rank updates.
 
         Where that sends no more than an all-reduce, all rows travel to all replicas: what is rounded to travel is
@@ -132,7 +132,7 @@ class Replicas:
         mine = own if dtype == own.dtype else own.to(dtype)
         rows = torch.empty(comm.size * mine.numel(), dtype=mine.dtype, device=mine.device)
         # An event from now: what is sent may just have been rounded.
-        return Rows(comm.all_gather(rows, mine, events(mine.device)), rows, mine, own)
+        return RowSum(comm.all_gather(rows, mine, events(mine.device)), rows, mine, own)
 
 
 @dataclass(frozen=True)
@@ -152,7 +152,7 @@ class Scattered:
 
 
 @dataclass(frozen=True)
-class Rows:
+class RowSum:
     """The handle of a sum of which all rows come to all replicas. ``sent`` is kept until it is over."""
 
     work: Handle

@@ -11,7 +11,7 @@ from fshard.schedule.transfers import started
 Run = Callable[[], None]
 
 
-class Actions(Protocol):
+class ScheduleActions(Protocol):
     """What the ops of a schedule do."""
 
     readable: set[int]
@@ -48,7 +48,7 @@ class Route:
     watch: Callable[[int], None] | None = None
 
 
-def make_route(schedule: Schedule, actions: Actions) -> Route:
+def make_route(schedule: Schedule, actions: ScheduleActions) -> Route:
     """The route of a schedule."""
     ops = schedule.ops
     settled = [*range(len(ops) + 1)]

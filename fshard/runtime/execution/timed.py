@@ -7,7 +7,7 @@ from time import perf_counter, process_time, thread_time
 from typing import TypeVar
 
 from fshard.runtime.execution.executor import Scheduled
-from fshard.runtime.execution.route import Actions, Route
+from fshard.runtime.execution.route import Route, ScheduleActions
 from fshard.runtime.execution.signals import Shield
 
 T = TypeVar("T")
@@ -85,7 +85,7 @@ def _medians(spans: Sequence[Reading]) -> Reading:
 class Timed(Scheduled):
     """Runs the ops of a schedule, and times them."""
 
-    def __init__(self, route: Route, actions: Actions, shield: Shield | None = None) -> None:
+    def __init__(self, route: Route, actions: ScheduleActions, shield: Shield | None = None) -> None:
         super().__init__(route, actions, shield)
         self.watch = Stopwatch()
 

@@ -45,7 +45,7 @@ DROPPING = frozenset((torch.ops.aten.bernoulli_.float, torch.ops.aten.native_dro
 
 
 @dataclass(frozen=True)
-class Found:
+class ProgramTrace:
     """A traced program.
 
     Attributes:
@@ -170,7 +170,7 @@ class GlueWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         )
 
 
-def trace(fn: Callable[..., Any], plan: Plan, batch: Any, train: bool, remat: Remat = NO_REMAT) -> Found | None:
+def trace(fn: Callable[..., Any], plan: Plan, batch: Any, train: bool, remat: Remat = NO_REMAT) -> ProgramTrace | None:
     """The program of a function on a batch, or None if it depends on tensor values.
 
     Args:
@@ -189,7 +189,7 @@ def trace(fn: Callable[..., Any], plan: Plan, batch: Any, train: bool, remat: Re
 
 def trace_in(
     mode: ProgramMode, fn: Callable[..., Any], plan: Plan, batch: Any, train: bool, remat: Remat = NO_REMAT
-) -> tuple[Found, Any] | None:
+) -> tuple[ProgramTrace, Any] | None:
     """The program of a function, and what it returned, on a batch whose tensors may be fake ones of this mode already.
 
     Arguments and errors are those of ``trace``.
@@ -219,7 +219,7 @@ def on_device(plan: Plan, device: str) -> Plan:
 
 def _traced_in(
     mode: ProgramMode, fn: Callable[..., Any], plan: Plan, batch: Any, train: bool, remat: Remat
-) -> tuple[Found, Any] | None:
+) -> tuple[ProgramTrace, Any] | None:
     moved: set[str] = set()
     watching: list[Activations] = []
     engine = Engine(plan, functools.partial(_note_moved, plan, moved, watching), remat)
@@ -256,7 +256,7 @@ def _traced_in(
     inner, needs = frozenset(engine.inner), tuple(activations.needs)
     program = program_of(seen, groups)
     exact, again, scaled = engine.exact, activations.again, tuple(seen.scaled)
-    return Found(program, weighted, foreign, inner, needs, tuple(own), idle, exact, again, remat, scaled), result
+    return ProgramTrace(program, weighted, foreign, inner, needs, tuple(own), idle, exact, again, remat, scaled), result
 
 
 def _as_fake(mode: ProgramMode, x: Tensor) -> Tensor:

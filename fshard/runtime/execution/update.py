@@ -18,7 +18,7 @@ from fshard.sharding.plan import Plan
 
 
 @dataclass(eq=False)
-class Pending:
+class PendingUpdate:
     """The optimizer update of one step, as data: a state carries it until its groups are updated, here or in a step.
 
     Attributes:
@@ -156,7 +156,7 @@ class Several:
         parts: the updates.
     """
 
-    parts: tuple[Pending, ...]
+    parts: tuple[PendingUpdate, ...]
 
     @property
     def waiting(self) -> dict[int, None]:
@@ -179,29 +179,29 @@ class Several:
             part.refuse(why)
 
     def apply(self, shards: Shards, groups: Sequence[int]) -> None:
-        """See ``Pending.apply``."""
+        """See ``PendingUpdate.apply``."""
         for part in self.parts:
             part.apply(shards, groups)
 
     def finish(self, shards: Shards) -> None:
-        """See ``Pending.finish``."""
+        """See ``PendingUpdate.finish``."""
         for part in self.parts:
             part.finish(shards)
 
     def detach(self) -> None:
-        """See ``Pending.detach``."""
+        """See ``PendingUpdate.detach``."""
         for part in self.parts:
             part.detach()
 
 
-def parts_of(pending: Pending | Several | None) -> tuple[Pending, ...]:
+def parts_of(pending: PendingUpdate | Several | None) -> tuple[PendingUpdate, ...]:
     """The updates of which an update consists."""
     if pending is None:
         return ()
     return pending.parts if isinstance(pending, Several) else (pending,)
 
 
-def joined(pendings: Sequence[Pending]) -> Pending | Several | None:
+def joined(pendings: Sequence[PendingUpdate]) -> PendingUpdate | Several | None:
     """Some updates of one state as one; None if there are none."""
     if len(pendings) < 2:
         return pendings[0] if pendings else None
@@ -222,7 +222,7 @@ class Update:
         stale: the groups whose shards lack what other ranks updated; those that are whole again are taken out of it.
     """
 
-    def __init__(self, shards: Shards, pending: "Pending | Several | None", stale: dict[int, None]) -> None:
+    def __init__(self, shards: Shards, pending: "PendingUpdate | Several | None", stale: dict[int, None]) -> None:
         self.shards, self.pending, self.stale = shards, pending, stale
         self._stale_at_start = tuple(stale)
         self.stopped = False
@@ -233,7 +233,7 @@ class Update:
         return self.pending is not None and len(self.pending.waiting) < len(self.pending.groups)
 
     def apply(self, groups: Sequence[int]) -> None:
-        """Update these groups, unless that was done; see ``Pending.apply``."""
+        """Update these groups, unless that was done; see ``PendingUpdate.apply``."""
         if self.pending is not None:
             self.pending.apply(self.shards, () if self.stopped else groups)
 

@@ -17,7 +17,7 @@ from fshard.runtime.engine.fake_fallback import quiet
 from fshard.runtime.execution.rounding import Rounding, rounded_groups
 from fshard.runtime.execution.shards import Gradients, Shard, Shards
 from fshard.runtime.execution.trace import traceable
-from fshard.runtime.execution.update import Pending
+from fshard.runtime.execution.update import PendingUpdate
 from fshard.runtime.memory.memory_spaces import update_stagings
 from fshard.runtime.memory.optimizer_layout import (
     UpdateSlice,
@@ -146,7 +146,7 @@ def _need(plan: Plan, mesh: Mesh, group: Group, opt: Contract, cuts: Cuts, round
             watch = Activations(held)
             try:
                 with watch:
-                    Pending(opt, steps * (opt.steps or 1) - 1, grads, scale, rounding).apply(shards, [group.id])
+                    PendingUpdate(opt, steps * (opt.steps or 1) - 1, grads, scale, rounding).apply(shards, [group.id])
             except Exception:  # of a rule that reads values, of a rate that ends; or a step will tell
                 continue
         return watch.take()

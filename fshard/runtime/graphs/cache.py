@@ -17,9 +17,9 @@ from fshard.runtime.engine import Remat
 from fshard.runtime.graphs.compare import difference
 from fshard.runtime.graphs.graph import Compiler, Graph, compile_graph
 from fshard.runtime.graphs.partition import lazy
-from fshard.runtime.graphs.run import Bound, Call, Claim, Host
+from fshard.runtime.graphs.run import Bound, Claim, GraphCall, GraphHost
 from fshard.runtime.graphs.surroundings import NOTHING, Surroundings, recorded
-from fshard.runtime.graphs.trace import PLAIN, Same, Source, Untraceable, exact, inspect, meta_of
+from fshard.runtime.graphs.trace import PLAIN, Same, Source, UntraceableUnit, exact, inspect, meta_of
 from fshard.sharding.plan import Plan
 from fshard.torch_internals import (
     any_autocast,
@@ -75,7 +75,7 @@ class Cache:
             found: Graph | str = compile_graph(source, result, self.compiler, self.count)
             around = Surroundings(source.fn, reads)
             self.count += 1
-        except Untraceable as reason:
+        except UntraceableUnit as reason:
             found = str(reason)
         except TransformError:  # collectives raise it, rather than run in the trace and never again
             found = "it makes collectives of its own, which no graph can hold"
@@ -109,7 +109,7 @@ Key = tuple[Any, ...]
 
 
 @dataclass(eq=False)
-class Form:
+class GraphForm:
     """What calls with equal arguments and surroundings run: a graph, or the unit's own function."""
 
     around: Surroundings
@@ -136,8 +136,8 @@ class Site:
     """What earlier calls of one unit ran: the last one, and by key all."""
 
     key: Key | None = None
-    form: Form = field(default_factory=lambda: Form(NOTHING))
-    found: dict[Key, list[Form]] = field(default_factory=dict)
+    form: GraphForm = field(default_factory=lambda: GraphForm(NOTHING))
+    found: dict[Key, list[GraphForm]] = field(default_factory=dict)
 
 
 @dataclass(eq=False)
@@ -146,7 +146,7 @@ class Graphs:
 
     cache: Cache
     plan: Plan
-    host: Host
+    host: GraphHost
     claim: Claim
     grads: dict[int, list[Tensor]]  # by group, the views of its flat gradient
     readers: Mapping[int, int]  # by group, how many differentiated calls read it; code outside of units is several
@@ -178,7 +178,7 @@ class Graphs:
             form.prove(paths, inputs)
         if form.bound is None:
             return False, None
-        return True, Call(form.bound, self.host, self.claim, name, index).run(inputs, self.anchored)
+        return True, GraphCall(form.bound, self.host, self.claim, name, index).run(inputs, self.anchored)
 
     def transformed(self, name: str) -> None:
         """Record a call under a transform, which runs no graph."""
@@ -186,11 +186,11 @@ class Graphs:
 
     def _form(
         self, site: Site, key: Key, unit: Unit, name: str, params: Any, leaves: Any, paths: Sequence[str], args: Any
-    ) -> Form:
+    ) -> GraphForm:
         """What calls with a new key run."""
         if sum(map(len, site.found.values())) >= MANY:
             self.cache.note(name, GIVEN_UP)
-            return Form(NOTHING)
+            return GraphForm(NOTHING)
         around, bound = NOTHING, None
         found: Graph | str = self._reason(name, leaves, paths, args)
         if not found:
@@ -201,7 +201,7 @@ class Graphs:
             bound = Bound(found, leaves, [self.places[path] for path in paths], self.grads)
             if found.source.fn is not unit.fn:
                 around = Surroundings(unit.fn, around.reads)  # an equal unit reads values of its own
-        form = Form(around, bound)
+        form = GraphForm(around, bound)
         site.found.setdefault(key, []).append(form)
         return form
 

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from fshard import tree
 from fshard.runtime.graphs.graph import Graph, Variant, kernels_only
-from fshard.runtime.graphs.trace import Place, Result, Tangents
+from fshard.runtime.graphs.trace import GraphResult, Place, Tangents
 from fshard.torch_internals import DisableAutocast
 
 LOOSE = {torch.float64: 1e-9, torch.complex128: 1e-9, torch.float32: 1e-3, torch.complex64: 1e-3}
@@ -138,7 +138,7 @@ class _Trial:
         return f"the gradient of {self.paths[number]}" if kind == "leaf" else f"the gradient of input {number}"
 
 
-def _checked_outputs(result: Result, flat: Sequence[Any], spec: Any, given: Sequence[Tensor]) -> list[Tensor]:
+def _checked_outputs(result: GraphResult, flat: Sequence[Any], spec: Any, given: Sequence[Tensor]) -> list[Tensor]:
     """The outputs of a call; all else that it returns must be what it returned in the trace."""
     if spec != result.spec or len(flat) != len(result.leaves):
         raise Differs("a result of another structure")

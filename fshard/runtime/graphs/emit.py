@@ -24,7 +24,7 @@ Run = Callable[..., Any]
 
 
 @dataclass(frozen=True, eq=False)
-class Code:
+class GraphCode:
     """A graph as functions. ``P`` is the result of ``views``; ``R`` holds the tensors that ``forward`` saved."""
 
     views: Run  # (leaves) -> P: the leaves, and the views of them that the graph uses
@@ -78,7 +78,7 @@ class Writer:
         return f"{self.constant(binding(node), 'f')}({', '.join(arguments)})"
 
 
-def emit(halves: Halves, own: Sequence[int], saved: Sequence[str] | None = None) -> Code:
+def emit(halves: Halves, own: Sequence[int], saved: Sequence[str] | None = None) -> GraphCode:
     """Write a graph's functions.
 
     ``own`` are the numbers of the leaves that are not shared and require grad, in the order of the flat gradients;
@@ -104,7 +104,7 @@ def emit(halves: Halves, own: Sequence[int], saved: Sequence[str] | None = None)
     space = dict(writer.names)
     exec(compile(text, "<unit graph>", "exec"), space)
     shares = watched(halves.saved, joint.inputs, joint.outputs)
-    return Code(**{name: space[name] for name in FUNCTIONS}, text=text, backend="fx", watched=shares)
+    return GraphCode(**{name: space[name] for name in FUNCTIONS}, text=text, backend="fx", watched=shares)
 
 
 def _direct(writer: Writer, halves: Halves, tangents: list[str], bind: list[str], numbers: Sequence[int]) -> None:

@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fshard.runtime.graphs.emit import Code
+from fshard.runtime.graphs.emit import GraphCode
 from fshard.runtime.graphs.partition import Halves, cut
-from fshard.runtime.graphs.trace import Joint, Place, Result, Source, Tangents, Untraceable, trace
+from fshard.runtime.graphs.trace import GraphResult, Joint, Place, Source, Tangents, UntraceableUnit, trace
 from fshard.torch_internals import BelowAutograd, DisableAutocast, any_autocast
 
-Compiler = Callable[[Halves, Sequence[int], Sequence[str] | None], Code]
+Compiler = Callable[[Halves, Sequence[int], Sequence[str] | None], GraphCode]
 """Makes code of a graph: ``(graph, numbers of the leaves with gradients, names of what the forward saves)``."""
 
 
@@ -32,7 +32,7 @@ def kernels_only() -> Any:
 class Variant:
     """The backward for one pattern of gradients."""
 
-    code: Code
+    code: GraphCode
     edges: tuple[int, ...]  # for each edge of the autograd node the number of its part, or -1
     extra: tuple[tuple[int, int], ...]  # further parts, each with the edge that it is added to
     straight: bool  # whether the parts are the gradients of the edges, in their order
@@ -53,10 +53,10 @@ class Graph:
     """A compiled unit. ``code`` and ``saved``, names of tensors, are those of its first trace."""
 
     source: Source
-    result: Result
+    result: GraphResult
     compiler: Compiler
     number: int  # counts graphs in the order of compilation
-    code: Code
+    code: GraphCode
     edges: tuple[Place, ...]  # of its autograd node
     own: tuple[int, ...]  # the numbers of the leaves whose whole gradient it computes
     saved: tuple[str, ...]
@@ -91,7 +91,7 @@ class Graph:
             halves = cut(trace(self.source, self.result, pattern), self.source.policy)
             if {node.name for node in halves.saved} <= set(self.saved):
                 found = match(self.compiler(halves, self.own, self.saved), halves.joint, self.edges)
-        except Untraceable:
+        except UntraceableUnit:
             pass
         self.variants[pattern] = found
         if found is not None and any(strides is not None for strides in pattern):
@@ -124,7 +124,7 @@ def resolved(grads: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
     return grads
 
 
-def match(code: Code, joint: Joint, edges: Sequence[Place]) -> Variant:
+def match(code: GraphCode, joint: Joint, edges: Sequence[Place]) -> Variant:
     """Assign the parts of gradients to the edges of an autograd node."""
     free = list(range(len(joint.places)))
     taken = []
@@ -138,8 +138,8 @@ def match(code: Code, joint: Joint, edges: Sequence[Place]) -> Variant:
     return Variant(code, tuple(taken), tuple(extra), straight)
 
 
-def compile_graph(source: Source, result: Result, compiler: Compiler, number: int) -> Graph:
-    """Trace and compile a unit, or raise ``Untraceable``."""
+def compile_graph(source: Source, result: GraphResult, compiler: Compiler, number: int) -> Graph:
+    """Trace and compile a unit, or raise ``UntraceableUnit``."""
     joint = trace(source, result, result.tangents)
     halves = cut(joint, source.policy)
     arguments = [x for node in joint.graph.nodes for x in (*node.args, *node.kwargs.values())]

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from fshard.runtime.graphs.emit import Code, emit
+from fshard.runtime.graphs.emit import GraphCode, emit
 from fshard.runtime.graphs.partition import Halves, value, watched
-from fshard.runtime.graphs.trace import Joint, Untraceable
+from fshard.runtime.graphs.trace import Joint, UntraceableUnit
 from fshard.torch_internals import (
     compile_fx_inner,
     foreach_copy_,
@@ -27,14 +27,14 @@ from fshard.torch_internals import inductor_config as config
 SETTINGS: Mapping[str, bool] = {"fallback_random": True}
 
 
-def compile_halves(halves: Halves, own: Sequence[int], saved: Sequence[str] | None = None) -> Code:
-    """Compile a graph's functions; see ``emit``. ``Untraceable`` where another trace decides what is kept."""
+def compile_halves(halves: Halves, own: Sequence[int], saved: Sequence[str] | None = None) -> GraphCode:
+    """Compile a graph's functions; see ``emit``. ``UntraceableUnit`` where another trace decides what is kept."""
     joint = halves.joint
     if not joint.forward.isdisjoint(halves.backward):
         # remat= says what is computed again, and Inductor would choose for itself: such units run as with "fx".
         return emit(halves, own, saved)
     if saved is not None:
-        raise Untraceable("compiled once, for gradients of the usual strides")
+        raise UntraceableUnit("compiled once, for gradients of the usual strides")
     with config.patch({**SETTINGS, "cpp_wrapper": _from_cpp(halves.joint)}):
         whole = _decomposed(joint)
         if any(node is not None for node in joint.tangents):
@@ -118,10 +118,12 @@ class _Compiled:
         saved.clear()
         return self.second.run([*arguments, *tangents])
 
-    def code(self) -> Code:
+    def code(self) -> GraphCode:
         """These as the functions of a graph."""
         watched = tuple(n - self.leaves for n in self.inputs), self.watched
-        return Code(tuple, self.forward, self.backward, list, self.direct, "compiled by Inductor", "inductor", watched)
+        return GraphCode(
+            tuple, self.forward, self.backward, list, self.direct, "compiled by Inductor", "inductor", watched
+        )
 
 
 def _order(backward: fx.GraphModule, leaves: Mapping[str, int], saved: Sequence[str]) -> list[int]:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, fx
 
 from fshard.model.checkpoint_policies import SavePolicy
-from fshard.runtime.graphs.trace import Joint, Untraceable
+from fshard.runtime.graphs.trace import Joint, UntraceableUnit
 from fshard.torch_internals import OpOverload
 
 ATEN = torch.ops.aten
@@ -40,7 +40,11 @@ def value(node: fx.Node) -> Any:
 
 
 def cut(joint: Joint, policy: SavePolicy | None = None) -> Halves:
-    """Tidy a graph up and cut it, or raise ``Untraceable``. The backward recomputes what the policy does not keep."""
+    """Tidy a graph up and cut it. The backward recomputes what the policy does not keep.
+
+    Raises:
+        UntraceableUnit: it cannot be cut.
+    """
     _check_ops(joint)
     _tidy(joint.graph)
     joint.graph.eliminate_dead_code(lambda node: node.op in ("placeholder", "output") or not is_pure(node))
@@ -137,11 +141,11 @@ def _check_ops(joint: Joint) -> None:
         if not isinstance(node.target, OpOverload):
             continue
         if "c10d" in node.target.namespace:
-            raise Untraceable("it makes collectives of its own, which no graph can hold")
+            raise UntraceableUnit("it makes collectives of its own, which no graph can hold")
         if node not in joint.forward and draws(node):
-            raise Untraceable("its backward draws random numbers: checkpointing inside of it draws them again")
+            raise UntraceableUnit("its backward draws random numbers: checkpointing inside of it draws them again")
         if given & _storages(_written(node)):
-            raise Untraceable("it writes in place to what it was given")
+            raise UntraceableUnit("it writes in place to what it was given")
 
 
 def _written(node: fx.Node) -> Iterable[fx.Node]:

@@ -17,7 +17,7 @@ Claim = Callable[[Sequence[tuple[int, bool]]], bool]
 Ranges that it does not write are zeroed; ``whole`` says that it writes all leaves."""
 
 
-class Host(Protocol):
+class GraphHost(Protocol):
     """What graphs need of the engine."""
 
     @property
@@ -76,12 +76,12 @@ class Bound:
         return tree.unflatten(self.graph.result.spec, leaves)
 
 
-class Call:
+class GraphCall:
     """One call of a unit, with what its backward needs."""
 
     __slots__ = ("bound", "claim", "host", "index", "name", "saved", "watched")
 
-    def __init__(self, bound: Bound, host: Host, claim: Claim, name: str, index: int) -> None:
+    def __init__(self, bound: Bound, host: GraphHost, claim: Claim, name: str, index: int) -> None:
         self.bound, self.host, self.claim, self.name, self.index = bound, host, claim, name, index
         self.saved: list[Any] | None = None
         self.watched: list[tuple[Tensor, int]] = []
@@ -169,7 +169,7 @@ class Node(torch.autograd.Function):
     """A unit's call in autograd's graph, made after its outputs were computed."""
 
     @staticmethod
-    def forward(ctx: Any, call: Call, outputs: Any, *edges: Tensor) -> Any:
+    def forward(ctx: Any, call: GraphCall, outputs: Any, *edges: Tensor) -> Any:
         """Return the outputs. They come in a list: as arguments they would count as inputs that are returned."""
         ctx.call, ctx.edges = call, len(edges)
         if len(outputs) == 1:

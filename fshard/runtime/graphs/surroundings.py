@@ -23,7 +23,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from fshard.model.unit import Unit
-from fshard.runtime.graphs.trace import PLAIN, Untraceable, exact
+from fshard.runtime.graphs.trace import PLAIN, UntraceableUnit, exact
 
 MOST = 2000
 """The most values that a unit may reach, or a container hold: each is compared at every call."""
@@ -51,7 +51,7 @@ WRAPPERS: dict[type, tuple[str, ...]] = {
 
 
 @dataclass
-class Reads:
+class SurroundingReads:
     """The code that ran in a trace, each with the globals that it ran with."""
 
     codes: dict[types.CodeType, dict[str, Any]] = field(default_factory=dict)
@@ -65,9 +65,9 @@ class Reads:
 
 
 @contextmanager
-def recorded() -> Iterator[Reads]:
+def recorded() -> Iterator[SurroundingReads]:
     """Record the code of calls, without finalizers that the garbage collector happens to call."""
-    reads, before, collecting = Reads(), sys.gettrace(), gc.isenabled()
+    reads, before, collecting = SurroundingReads(), sys.gettrace(), gc.isenabled()
 
     def seen(frame: types.FrameType, event: str, _: Any) -> None:
         if event == "call":
@@ -84,9 +84,9 @@ def recorded() -> Iterator[Reads]:
 
 
 class Surroundings:
-    """The values that a unit's function reads, as they were in its trace; ``Untraceable`` if there are too many."""
+    """The values that a unit's function reads, as they were in its trace; ``UntraceableUnit`` if there are too many."""
 
-    def __init__(self, fn: Any, reads: Reads) -> None:
+    def __init__(self, fn: Any, reads: SurroundingReads) -> None:
         self.reads = reads
         walk = _Walk(reads)
         walk.run(fn)
@@ -136,7 +136,7 @@ class Surroundings:
 class _Walk:
     """Collects expressions that read values, each with a name for people and whether its value is a container."""
 
-    def __init__(self, reads: Reads) -> None:
+    def __init__(self, reads: SurroundingReads) -> None:
         self.reads = reads
         self.entries: dict[str, tuple[str, bool]] = {}
         self.space: dict[str, Any] = {}
@@ -160,7 +160,9 @@ class _Walk:
         while self.stack:
             self.inside(*self.stack.pop())
             if len(self.known) > MOST or len(self.entries) > MOST:
-                raise Untraceable(f"its Python reaches more than {MOST} values outside of its arguments: pass fewer")
+                raise UntraceableUnit(
+                    f"its Python reaches more than {MOST} values outside of its arguments: pass fewer"
+                )
 
     def modules(self, tables: Iterable[tuple[type[nn.Module], Mapping[str, Any]]]) -> None:
         """Visit what modules hold. Instances have attributes of their own, which start as these; they share objects."""
@@ -197,7 +199,7 @@ class _Walk:
     def keep(self, container: Any, label: str) -> None:
         """Add the values of a container."""
         if len(container) > MOST:
-            raise Untraceable(
+            raise UntraceableUnit(
                 f"its Python reads {label}, which holds {len(container)} values: pass what it needs of it"
             )
         self.entries[self.name(container)] = label, True
@@ -276,5 +278,5 @@ def _library(module: str) -> bool:
     return module.partition(".")[0] in LIBRARIES
 
 
-NOTHING = Surroundings(None, Reads())
+NOTHING = Surroundings(None, SurroundingReads())
 """No surroundings."""

@@ -33,7 +33,7 @@ MAKERS = frozenset((torch.ops.aten.lift_fresh.default, torch.ops.aten.lift.defau
 """Operators that make a tensor of Python numbers."""
 
 
-class Untraceable(Exception):  # noqa: N818 - not an error: the unit runs eagerly
+class UntraceableUnit(Exception):  # noqa: N818 - not an error: the unit runs eagerly
     """A unit cannot be run as a graph; the text says why."""
 
 
@@ -124,7 +124,7 @@ Tangents = tuple[tuple[int, ...] | None, ...]
 
 
 @dataclass(frozen=True)
-class Result:
+class GraphResult:
     """How a unit's result is made of its graph's outputs, which are differentiable if they require grad."""
 
     spec: Any
@@ -177,8 +177,8 @@ class Joint:
         return [next(rest) if present else None for present in self.present]
 
 
-def inspect(source: Source) -> Result:
-    """Run the unit on fake tensors and describe its result, or raise ``Untraceable``."""
+def inspect(source: Source) -> GraphResult:
+    """Run the unit on fake tensors and describe its result, or raise ``UntraceableUnit``."""
     before = draws.states()
     with quiet(), FakeTensorMode() as mode, NoRealTensors():  # type: ignore[no-untyped-call]
         leaves, inputs = source.fakes()
@@ -186,17 +186,17 @@ def inspect(source: Source) -> Result:
         versions = [x._version for x in watched]
         flat, spec = tree.flatten(source.call(leaves, inputs))
     if versions != [x._version for x in watched]:
-        raise Untraceable("it writes in place to what it was given")
+        raise UntraceableUnit("it writes in place to what it was given")
     if draws.drawn(before, draws.states()):
         draws.restore(before)
-        raise Untraceable("it draws from Python's random or numpy's, whose numbers would be the same in every step")
+        raise UntraceableUnit("it draws from Python's random or numpy's, whose numbers would be the same in every step")
     found: list[tuple[str, Any]] = []
     outputs: list[Tensor] = []
     storages = {key for x in watched if (key := storage_of(x)) is not None}
     for leaf in flat:
         same = [i for i, x in enumerate(inputs) if leaf is x]
         if not isinstance(leaf, (Tensor, *PLAIN)):
-            raise Untraceable(f"it returns a {type(leaf).__name__}, neither a tensor nor a plain Python value")
+            raise UntraceableUnit(f"it returns a {type(leaf).__name__}, neither a tensor nor a plain Python value")
         if not isinstance(leaf, Tensor):
             found.append(("value", leaf))
         elif same:
@@ -205,7 +205,7 @@ def inspect(source: Source) -> Result:
             _check_output(leaf, mode, storages)
             found.append(("out", len(outputs)))
             outputs.append(leaf)
-    return Result(spec, tuple(found), tuple(meta_of(out) for out in outputs))
+    return GraphResult(spec, tuple(found), tuple(meta_of(out) for out in outputs))
 
 
 class NoRealTensors(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -214,7 +214,7 @@ class NoRealTensors(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         for x in tree.leaves((args, kwargs or {})):
             if isinstance(x, Tensor) and not isinstance(x, FakeTensor) and func not in MAKERS:
-                raise Untraceable(
+                raise UntraceableUnit(
                     f"it cannot be a graph: it reads a tensor of shape {list(x.shape)} that is not an argument of it"
                 )
         return func(*args, **(kwargs or {}))
@@ -222,17 +222,19 @@ class NoRealTensors(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 def _check_output(out: Tensor, mode: FakeTensorMode, storages: set[int]) -> None:
     if getattr(out, "fake_mode", None) is not mode:
-        raise Untraceable("it returns a tensor that it did not compute from its arguments")
+        raise UntraceableUnit("it returns a tensor that it did not compute from its arguments")
     if out.layout is not torch.strided or out.is_nested:
-        raise Untraceable("it returns a tensor that is not strided")
+        raise UntraceableUnit("it returns a tensor that is not strided")
     storage = out.untyped_storage()._cdata
     if storage in storages:
-        raise Untraceable("it returns a view of an argument, a parameter or another result, not a tensor of its own")
+        raise UntraceableUnit(
+            "it returns a view of an argument, a parameter or another result, not a tensor of its own"
+        )
     storages.add(storage)
 
 
-def trace(source: Source, result: Result, tangents: Tangents) -> Joint:
-    """Trace a unit, with its backward from gradients with these strides, or raise ``Untraceable``."""
+def trace(source: Source, result: GraphResult, tangents: Tangents) -> Joint:
+    """Trace a unit, with its backward from gradients with these strides, or raise ``UntraceableUnit``."""
     with FakeTensorMode():
         leaves, inputs = source.fakes()
         pairs = zip((out for out in result.outputs if out.requires_grad), tangents, strict=True)

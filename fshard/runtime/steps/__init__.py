@@ -6,7 +6,7 @@ from fshard.runtime.steps.failures import raise_failure, refuse_compiling, refus
 from fshard.runtime.steps.options import Options
 from fshard.runtime.steps.programs import Prepared, Programs, make_programs
 from fshard.runtime.steps.protocol import Runner
-from fshard.runtime.steps.records import Latest, Outcome, Request
+from fshard.runtime.steps.records import Latest, Outcome, StepRequest
 from fshard.runtime.steps.rows import uneven_rows
 from fshard.runtime.steps.spec import PassSpec
 
@@ -18,7 +18,7 @@ __all__ = [
     "PassSpec",
     "Prepared",
     "Programs",
-    "Request",
+    "StepRequest",
     "Runner",
     "Verdict",
     "make_programs",

@@ -51,7 +51,7 @@ def steps_in(comms: Communicators, span: float, seconds: float) -> int:
 
 
 @dataclass(frozen=True)
-class Watched:
+class TimedOps:
     """The schedule of some steps, and what the ops of each took on this rank."""
 
     schedule: Schedule
@@ -96,10 +96,10 @@ def _ranks(control: Communicator, steps: Sequence[Sequence[OpTime]]) -> list[lis
 
 def fitted_by_all(
     comms: Communicators,
-    apart: Watched,
+    apart: TimedOps,
     host: float = 0.0,
     own_processors: float | None = None,
-    beside: Watched | None = None,
+    beside: TimedOps | None = None,
 ) -> Costs | None:
     """The costs of some steps; None on all ranks if one of them has left the schedule on any rank. Collective."""
     every = [each for each in (apart, beside) if each is not None]

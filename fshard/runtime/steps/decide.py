@@ -16,7 +16,7 @@ from fshard.runtime.steps.clip import Clip, divisor, norms_by_rule, skipped
 from fshard.runtime.steps.consensus import FAILED, OK, RuleNorms, Verdict
 from fshard.runtime.steps.failures import raise_failure
 from fshard.runtime.steps.refusals import unlike_skips
-from fshard.runtime.steps.watched import Watched
+from fshard.runtime.steps.watched import NormSets
 from fshard.sharding.plan import Plan
 
 
@@ -44,7 +44,7 @@ class Decisions:
     parts: int
     divisor: float
     grads: Gradients
-    watched: Watched | None = None
+    watched: NormSets | None = None
 
     @property
     def every(self) -> int:

@@ -8,7 +8,7 @@ import torch
 
 from fshard.runtime.engine.batch import microbatches, shapes, signature
 from fshard.runtime.engine.remat import Remat
-from fshard.runtime.execution import Found
+from fshard.runtime.execution import ProgramTrace
 from fshard.runtime.execution.trace import trace
 from fshard.runtime.steps.programs import Programs
 
@@ -28,10 +28,10 @@ class Finder:
 
     def __init__(self, fn: Fn, programs: Programs) -> None:
         self.fn, self.programs = fn, programs
-        self._found: dict[Hashable, Found | None] = {}
+        self._found: dict[Hashable, ProgramTrace | None] = {}
         self._shapes: dict[Hashable, Sequence[torch.Size]] = {}  # of the batches that were traced
 
-    def look(self, batch: Any) -> Found | None:
+    def look(self, batch: Any) -> ProgramTrace | None:
         """The program for batches like this one; None if only a real run can tell."""
         key, programs = signature(batch), self.programs
         if key not in self._found:
@@ -45,7 +45,7 @@ class Finder:
             self._found[key] = self.again(batch, chosen)
         return self._found[key]
 
-    def again(self, batch: Any, remat: Remat) -> Found | None:
+    def again(self, batch: Any, remat: Remat) -> ProgramTrace | None:
         """The program for batches like this one with other units computed again, traced anew."""
         programs = self.programs
         part = microbatches(batch, programs.accumulate, programs.plan.batch)[0]
@@ -63,7 +63,7 @@ class Finder:
             return None
         return found.flops * self.programs.accumulate
 
-    def learn(self, batch: Any, found: Found) -> None:
+    def learn(self, batch: Any, found: ProgramTrace) -> None:
         """Keep what a run on demand has found for batches like this one."""
         self._found[signature(batch)] = found
 

@@ -13,7 +13,7 @@ from fshard.runtime.comm.facts import Facts, compare_numbers, digest
 from fshard.runtime.steps.consensus import FAILED, OK
 from fshard.runtime.steps.failures import raise_failure
 from fshard.runtime.steps.modes import modes, number_of, with_modes
-from fshard.runtime.steps.rows import Rows, uneven_rows
+from fshard.runtime.steps.rows import BatchRows, uneven_rows
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ def agree(
     equal_rows: bool,
     failure: BaseException | None,
     facts: Facts = Facts(),  # noqa: B008 - a frozen value
-    rows: Rows = Rows(),  # noqa: B008 - likewise
+    rows: BatchRows = BatchRows(),  # noqa: B008 - likewise
 ) -> list[str]:
     """Compare this rank's call, facts, schedule and batch with all others', before anything else is sent.
 

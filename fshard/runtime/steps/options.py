@@ -20,7 +20,7 @@ from fshard.sharding.plan import Plan
 
 
 @dataclass(frozen=True)
-class Running:
+class RunOptions:
     """How something runs: what train and evaluation steps, gradients and steps of parts are asked alike."""
 
     policy: Policy | Auto
@@ -28,7 +28,7 @@ class Running:
     compile: str | None = None
     remat: Remat = NO_REMAT
 
-    def debugged(self, debug: bool) -> "Running":
+    def debugged(self, debug: bool) -> "RunOptions":
         """The same, in debug mode also where this says so."""
         return replace(self, debug=self.debug or debug)
 
@@ -39,7 +39,7 @@ class Running:
 
 def read_running(
     schedule: Any, debug: Any, compile: str | None = None, remat: Any = None, *, updates: bool = False
-) -> Running:
+) -> RunOptions:
     """The options of running, as a user gives them.
 
     Args:
@@ -59,7 +59,7 @@ def read_running(
         raise PlanError("; ".join(problems))
     if not updates and policy.update != "deferred":
         raise PlanError(f"schedule={schedule!r}: only fs.make_train_step can update in the backward")
-    return Running(policy, debug, compile, read_remat(remat))
+    return RunOptions(policy, debug, compile, read_remat(remat))
 
 
 SKIPS = 10
@@ -75,7 +75,7 @@ class Options:
     skip: Callable[[Any], bool] | None
     accumulate: int
     donate: bool
-    running: Running
+    running: RunOptions
     loss_scale: LossScale | None
     norms: tuple[str, ...] | None = None
     skip_limit: int = SKIPS

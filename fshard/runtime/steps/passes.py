@@ -21,7 +21,7 @@ from fshard.runtime.engine.loss import (
     read_loss,
 )
 from fshard.runtime.steps.finder import Fn
-from fshard.runtime.steps.records import Measured
+from fshard.runtime.steps.records import PassResult
 from fshard.runtime.steps.refusals import different_microbatches, weighted_in_backward
 from fshard.schedule.ops import ROOT
 from fshard.torch_internals import DataDependentOutputException
@@ -69,7 +69,7 @@ class Passes:
         scale: float = 1.0,
         opened: Context = nullcontext,
         watch: Context = nullcontext,
-    ) -> Measured:
+    ) -> PassResult:
         """Run the function on each microbatch.
 
         Args:
@@ -112,7 +112,7 @@ class Passes:
                     sink.end_microbatch()
         finally:
             engine.stop()
-        return Measured(losses, found, bool(weighted))
+        return PassResult(losses, found, bool(weighted))
 
     def _called(self, engine: Engine, part: Any) -> Any:
         """What the function returns."""

@@ -14,7 +14,7 @@ from fshard.runtime.comm.facts import digest
 from fshard.runtime.engine.engine import UNKNOWN, Engine, Sink, Traits
 from fshard.runtime.engine.origins import Debugging
 from fshard.runtime.engine.remat import Remat, again
-from fshard.runtime.execution import Found
+from fshard.runtime.execution import ProgramTrace
 from fshard.runtime.execution.actions import Actions, Resident
 from fshard.runtime.execution.executor import Scheduled
 from fshard.runtime.execution.flight import ExecutorMaker, executor_of
@@ -24,12 +24,12 @@ from fshard.runtime.memory.gradients import FlatGradients, GradientBuffers
 from fshard.runtime.memory.step_memory import StepMemory
 from fshard.runtime.steps.backends import make_cache, packing_kernels
 from fshard.runtime.steps.contests import Contest
-from fshard.runtime.steps.options import Running
+from fshard.runtime.steps.options import RunOptions
 from fshard.runtime.steps.rates import Again, decided, foreseen
 from fshard.runtime.steps.trials import Trial, begun
 from fshard.schedule.auto import Auto, Choice
 from fshard.schedule.build import build
-from fshard.schedule.candidates import Task
+from fshard.schedule.candidates import PolicyTask
 from fshard.schedule.check import check
 from fshard.schedule.footprint import Need
 from fshard.schedule.infos import NOTHING, StateNeeds, between, communicators, fast_axes, group_infos, stage_numel
@@ -47,7 +47,7 @@ ALIGN = 256
 
 EngineMaker = Callable[[Plan, Sink, Remat, Traits], Engine]
 
-Retraced = Callable[[Remat], Found | None]
+Retraced = Callable[[Remat], ProgramTrace | None]
 """Traces a program with other units computed again."""
 
 
@@ -128,7 +128,7 @@ class Programs:
         memory = StepMemory(self.plan, self.infos, self.train, self.memory.poison)
         return replace(self, memory=memory, cache=cache, engine=engine, choices=dict(self.choices), trials={}, made={})
 
-    def trace(self, found: Found, retraced: Retraced | None = None) -> Trace:
+    def trace(self, found: ProgramTrace, retraced: Retraced | None = None) -> Trace:
         """What is known of a program before it runs. Its schedule is checked.
 
         Args:
@@ -160,7 +160,7 @@ class Programs:
         trained = [group for group in self.plan.groups if group.trainable]
         return self.cache is not None and all(group.reduce_dtype == group.compute_dtype for group in trained)
 
-    def undecided(self, found: Found) -> Auto | None:
+    def undecided(self, found: ProgramTrace) -> Auto | None:
         """What chooses the policy of a program, where all ranks still have to do that together; else None."""
         auto, text = self.policy, found.program.text
         if not isinstance(auto, Auto):
@@ -168,7 +168,7 @@ class Programs:
         trial = self.trials.get(text)
         return auto if text not in self.choices or (trial is not None and trial.over) else None
 
-    def decide(self, found: Found, auto: Auto, retraced: Retraced) -> None:
+    def decide(self, found: ProgramTrace, auto: Auto, retraced: Retraced) -> None:
         """Choose the policy of a program: by rates, by what timed steps cost, and by what steps take. Collective."""
         text = found.program.text
         trial, choice = self.trials.pop(text, None), self.choices.get(text)
@@ -183,7 +183,7 @@ class Programs:
         if following is not None:
             self.trials[text] = following
 
-    def remat_of(self, found: Found) -> Remat:
+    def remat_of(self, found: ProgramTrace) -> Remat:
         """Which units of a program are computed again in their backward."""
         choice = self.choices.get(found.program.text)
         return again(choice.task.again) if choice is not None and choice.task.again else self.remat
@@ -202,12 +202,12 @@ class Programs:
 
         return needs
 
-    def _task(self, found: Found) -> Task:
+    def _task(self, found: ProgramTrace) -> PolicyTask:
         full = all(group.reduce_dtype == group.dtype for group in self.plan.groups)
-        task = Task(found.program, self.infos, found.needs, self.accumulate, full, self.train, self.second)
+        task = PolicyTask(found.program, self.infos, found.needs, self.accumulate, full, self.train, self.second)
         return replace(task, axes=found.axes, graphs=self._direct)
 
-    def scheduled(self, found: Found) -> Prepared:
+    def scheduled(self, found: ProgramTrace) -> Prepared:
         """A program with its schedule, made at the first call."""
         program, weighted, foreign = found.program, found.weighted, found.foreign
         trial = self.trials.get(program.text)
@@ -226,7 +226,7 @@ class Programs:
         return self.made[key]
 
     def placed(
-        self, found: Found, arena: Tensor, offsets: Mapping[str, int], beside: Actions | None = None
+        self, found: ProgramTrace, arena: Tensor, offsets: Mapping[str, int], beside: Actions | None = None
     ) -> Prepared:
         """A program with memory and without a schedule of its own.
 
@@ -289,7 +289,7 @@ class Programs:
         resident = Resident(memory.casts, memory.offload, packing_kernels(self.cache))
         return engine, Actions(engine.slots, self.comms, gradients, resident, memory.poison)
 
-    def _compiled(self, prepared: Prepared, found: Found) -> None:
+    def _compiled(self, prepared: Prepared, found: ProgramTrace) -> None:
         if self.cache is None:
             return
         from fshard.runtime.graphs.cache import Graphs  # it imports a compiler's worth of modules
@@ -325,7 +325,7 @@ class Programs:
 
 def make_programs(
     plan: Plan,
-    running: Running,
+    running: RunOptions,
     *,
     accumulate: int = 1,
     train: bool = True,

@@ -28,7 +28,7 @@ from fshard.errors import foreign_params
 from fshard.runtime.comm import COLLECTIVES, exchange, refuse_nested
 from fshard.runtime.comm.facts import Facts, digest
 from fshard.runtime.engine.batch import check_detached, check_device, check_even, microbatches
-from fshard.runtime.execution import Found
+from fshard.runtime.execution import ProgramTrace
 from fshard.runtime.execution.executor import OnDemand, Scheduled, program_of
 from fshard.runtime.execution.flight import begin
 from fshard.runtime.execution.timed import Timed
@@ -42,7 +42,7 @@ from fshard.runtime.steps.handshake import Intent, agree
 from fshard.runtime.steps.pace import Pace
 from fshard.runtime.steps.passes import Passes
 from fshard.runtime.steps.programs import Prepared, Programs
-from fshard.runtime.steps.records import Agreed, Latest, Measured, Outcome, Ran, Ready, Request
+from fshard.runtime.steps.records import Agreed, Latest, Outcome, PassResult, ProgramRun, Ready, StepRequest
 from fshard.runtime.steps.rows import rows_of, uneven_rows
 from fshard.runtime.steps.trials import Trial
 from fshard.schedule.auto import Auto
@@ -80,7 +80,7 @@ class Runner:
         self._retries = 0
         self._told = False
 
-    def run(self, given: Request) -> Outcome:
+    def run(self, given: StepRequest) -> Outcome:
         """Run the function on all ranks, again if its program was not the expected one.
 
         Raises:
@@ -128,7 +128,7 @@ class Runner:
 
     # -- prepare ------------------------------------------------------------------------------------------------------
 
-    def _prepare(self, given: Request) -> Ready:
+    def _prepare(self, given: StepRequest) -> Ready:
         programs, batch, facts = self.programs, given.batch, Facts()
         try:
             given.refuse()
@@ -146,7 +146,7 @@ class Runner:
             found = self._choose_policy(found, auto, batch, facts)
         return self._ready(given, found, parts, facts)
 
-    def _ready(self, given: Request, found: Found | None, parts: Sequence[Any], facts: Facts) -> Ready:
+    def _ready(self, given: StepRequest, found: ProgramTrace | None, parts: Sequence[Any], facts: Facts) -> Ready:
         """The program with its memory, on demand if there is none, and the loop over its ops."""
         try:
             prepared = self.programs.scheduled(found) if found is not None else self.programs.on_demand()
@@ -154,7 +154,7 @@ class Runner:
         except BaseException as error:  # most likely, there is not enough memory
             decline(self.programs.comms.control, self.call, given.batch, error)
 
-    def _executor(self, prepared: Prepared, given: Request) -> Scheduled | OnDemand:
+    def _executor(self, prepared: Prepared, given: StepRequest) -> Scheduled | OnDemand:
         if prepared.route is not None:
             prepared.actions.start(given.shards, given.update, self.in_backward, given.accumulated, given.feedback)
             maker = Timed if isinstance(prepared.trial, Trial) else self.programs.executor
@@ -174,7 +174,7 @@ class Runner:
         self.latest = Latest(record=on_demand.record)
         return on_demand
 
-    def _choose_policy(self, found: Found, auto: Auto, batch: Any, facts: Facts) -> Found:
+    def _choose_policy(self, found: ProgramTrace, auto: Auto, batch: Any, facts: Facts) -> ProgramTrace:
         """Choose the policy of a new program. All ranks are here, with the same program, or none goes on.
 
         Returns:
@@ -236,7 +236,7 @@ class Runner:
 
     # -- run ----------------------------------------------------------------------------------------------------------
 
-    def _run(self, agreed: Agreed) -> Ran:
+    def _run(self, agreed: Agreed) -> ProgramRun:
         executor, transport = agreed.ready.executor, self.programs.comms.transport
         with together(self.programs.comms):
             measured, end = attempted(lambda: self._program(agreed), executor, transport)
@@ -247,9 +247,9 @@ class Runner:
                 end = self._excused(agreed, drained(executor, self._stopped(agreed, end)))
             else:
                 end = self._reported(end)
-            return Ran(agreed, measured or Measured(), end)
+            return ProgramRun(agreed, measured or PassResult(), end)
 
-    def _program(self, agreed: Agreed) -> Measured:
+    def _program(self, agreed: Agreed) -> PassResult:
         """Run the program of this rank."""
         executor, given, prepared = agreed.ready.executor, agreed.ready.request, agreed.ready.prepared
         if isinstance(executor, OnDemand):
@@ -268,7 +268,7 @@ class Runner:
             executor.ask("the end of the program")  # a rank that failed after its last request answers here
         return measured
 
-    def _check_rows(self, agreed: Agreed, measured: Measured) -> None:
+    def _check_rows(self, agreed: Agreed, measured: PassResult) -> None:
         """Refuse a plain mean over unequal rows: on demand, only the run shows that the loss is one."""
         if self.programs.train and not measured.weighted:
             if agreed.uneven:
@@ -301,7 +301,7 @@ class Runner:
 
     # -- consensus ----------------------------------------------------------------------------------------------------
 
-    def _consensus(self, ran: Ran) -> Outcome:
+    def _consensus(self, ran: ProgramRun) -> Outcome:
         agreed, executor = ran.agreed, ran.agreed.ready.executor
         if isinstance(executor, OnDemand) and ran.end.failure is not None:
             raise ran.end.failure  # the other ranks know
@@ -311,7 +311,7 @@ class Runner:
             self._learn(agreed, executor, ran.measured.weighted)
         return outcome
 
-    def _decided(self, ran: Ran) -> Outcome:
+    def _decided(self, ran: ProgramRun) -> Outcome:
         end, given, comms = ran.end, ran.agreed.ready.request, self.programs.comms
         failed = foretold(comms.transport, comms.control, end.status)
         if failed is not None:
@@ -326,7 +326,7 @@ class Runner:
         self._pace.over()
         return Outcome(verdict, ran.measured, end, ran.agreed.uneven, divided)
 
-    def _tally(self, ran: Ran) -> tuple[End, Tally]:
+    def _tally(self, ran: ProgramRun) -> tuple[End, Tally]:
         given, gradients = ran.agreed.ready.request, ran.agreed.ready.prepared.actions.gradients
         losses, aux, weighted = ran.measured
         try:
@@ -348,12 +348,14 @@ class Runner:
         """Write down the program that a run on demand has found, for a schedule."""
         engine = agreed.ready.prepared.engine
         program = program_of(executor, {name: list(read.groups) for name, read in engine.units.reads.items()})
-        found = Found(program, weighted, True, frozenset(engine.inner), exact=engine.exact, remat=self.programs.remat)
+        found = ProgramTrace(
+            program, weighted, True, frozenset(engine.inner), exact=engine.exact, remat=self.programs.remat
+        )
         found = replace(found, scaled=tuple(executor.scaled))
         if self.programs.train or self._common(found):
             self.finder.learn(agreed.ready.request.batch, found)
 
-    def _common(self, found: Found) -> bool:
+    def _common(self, found: ProgramTrace) -> bool:
         """Whether all ranks have found the same program; evaluations may end at different calls. Collective."""
         control = self.programs.comms.control
         if control.size == 1:

@@ -15,7 +15,7 @@ from fshard.runtime.comm.communicator import SingleRank
 from fshard.runtime.comm.communicators import Communicators
 from fshard.schedule import refusals
 from fshard.schedule.auto import Auto, Choice, Rates, choose
-from fshard.schedule.candidates import Task, units_again
+from fshard.schedule.candidates import PolicyTask, units_again
 from fshard.schedule.footprint import Need
 from fshard.sharding.plan import Plan
 
@@ -29,7 +29,7 @@ Again = Callable[[tuple[str, ...]], Sequence[Need]]
 """The needs of a program with some units computed again; empty if a unit cannot be computed again."""
 
 
-def decided(plan: Plan, comms: Communicators, task: Task, auto: Auto, again: Again | None = None) -> Choice:
+def decided(plan: Plan, comms: Communicators, task: PolicyTask, auto: Auto, again: Again | None = None) -> Choice:
     """The choice of all ranks together, by rates, with the needs of the neediest. Collective.
 
     Args:
@@ -41,7 +41,7 @@ def decided(plan: Plan, comms: Communicators, task: Task, auto: Auto, again: Aga
     """
     rates, needs = common(comms, measured(plan, comms, auto), tuple(task.needs))
 
-    def others() -> Iterator[Task]:
+    def others() -> Iterator[PolicyTask]:
         if again is None or not needs:
             return
         for units in units_again(task.program):
@@ -54,7 +54,7 @@ def decided(plan: Plan, comms: Communicators, task: Task, auto: Auto, again: Aga
     return choose(replace(task, needs=needs), auto, rates, lambda: [*others()])
 
 
-def foreseen(task: Task, auto: Auto, again: Again | None = None) -> Choice:
+def foreseen(task: PolicyTask, auto: Auto, again: Again | None = None) -> Choice:
     """What this rank alone would choose before any step.
 
     Raises:

@@ -22,7 +22,7 @@ Losses = Sequence[tuple[Tensor, Tensor | float]]
 """The total and the count of each microbatch."""
 
 
-class Request(NamedTuple):
+class StepRequest(NamedTuple):
     """What one step is given.
 
     Attributes:
@@ -60,7 +60,7 @@ class Request(NamedTuple):
 class Ready:
     """What this rank is about to run."""
 
-    request: Request
+    request: StepRequest
     prepared: Prepared
     executor: Scheduled | OnDemand
     parts: Sequence[Any]
@@ -75,7 +75,7 @@ class Agreed:
     uneven: list[str]
 
 
-class Measured(NamedTuple):
+class PassResult(NamedTuple):
     """What a pass through its microbatches came to on this rank.
 
     Attributes:
@@ -90,11 +90,11 @@ class Measured(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Ran:
+class ProgramRun:
     """What this rank's program did, and how it ended."""
 
     agreed: Agreed
-    measured: Measured
+    measured: PassResult
     end: End
 
 
@@ -111,7 +111,7 @@ class Outcome:
     """
 
     verdict: Verdict
-    measured: Measured
+    measured: PassResult
     end: End
     uneven: Sequence[str]
     divided: float

@@ -20,7 +20,7 @@ NUMBERS = 5
 
 
 @dataclass(frozen=True)
-class Rows:
+class BatchRows:
     """What ranks tell each other of the sizes of their batches, and which of these must be equal.
 
     Samples lie along dim 0, where every rank has as many as any other. Further dims that the plan cuts, such as that of
@@ -40,7 +40,7 @@ class Rows:
     alike: tuple[int, ...] = ()
     spec: P = P()  # noqa: RUF009 - a frozen value
 
-    def of(self, trains: bool, axes: Sequence[Axes]) -> "Rows":
+    def of(self, trains: bool, axes: Sequence[Axes]) -> "BatchRows":
         """The same for one program: a copy of a batch may differ where nothing trains, or ranks exchange values.
 
         Args:
@@ -97,7 +97,7 @@ class Rows:
         return [f"rank {rank}: {_count(row[4])} along dim {dim}, which is cut, too" for rank, row in enumerate(told)]
 
 
-def rows_of(plan: Plan) -> Rows:
+def rows_of(plan: Plan) -> BatchRows:
     """What must be equal of the batches of a plan.
 
     >>> import fshard as fs, torch
@@ -114,7 +114,7 @@ def rows_of(plan: Plan) -> Rows:
     idle = _idle_axes(plan)
     others = tuple([axis for axis in mesh.axis_names if axis not in idle])
     alike = tuple([mesh.index(others, rank) for rank in range(mesh.size)]) if idle else ()
-    return Rows(further, shared, idle, alike, spec)
+    return BatchRows(further, shared, idle, alike, spec)
 
 
 def _idle_axes(plan: Plan) -> Axes:
@@ -142,7 +142,7 @@ def unlike_rows(one: int, other: int, idle: Axes, spec: P) -> BatchError:
 
 
 def uneven_rows(rows: Sequence[str], floats: Sequence[str] = ()) -> BatchError:
-    """The error of a mean over batches of different sizes, by what ``Rows.uneven`` found.
+    """The error of a mean over batches of different sizes, by what ``BatchRows.uneven`` found.
 
     Args:
         rows: the sizes of each rank.

@@ -13,7 +13,7 @@ from fshard.runtime.comm.communicators import Communicators
 from fshard.runtime.comm.gloo import GlooCommunicator
 from fshard.runtime.comm.host import HostCommunicator
 from fshard.runtime.comm.shared_memory import INLINE
-from fshard.schedule.fit_links import Stream, settled
+from fshard.schedule.fit_links import LinkStream, settled
 from fshard.schedule.schedule import Schedule
 
 SPAN, PAUSE = 0.25, 0.05
@@ -42,7 +42,7 @@ TRIES = 3
 """Longest series. The fastest counts: something else may have run beside the others."""
 
 
-def streams(comms: Communicators, schedule: Schedule) -> Mapping[str, Stream]:
+def streams(comms: Communicators, schedule: Schedule) -> Mapping[str, LinkStream]:
     """What each link of a schedule does when it is kept busy, by the axes that it joins. Collective.
 
     Transfers apart from each other do not tell: a link that is shaped lets some bytes pass at once, and gets slower
@@ -57,12 +57,12 @@ def streams(comms: Communicators, schedule: Schedule) -> Mapping[str, Stream]:
     return {axes: stream for axes, stream in found.items() if stream is not None}
 
 
-def _stream(comm: Communicator, control: Communicator, sent: int, device: torch.device) -> Stream | None:
+def _stream(comm: Communicator, control: Communicator, sent: int, device: torch.device) -> LinkStream | None:
     """What one link does; None if that cannot be known."""
     if comm.size == 1:
         return None
     copied = isinstance(comm, HostCommunicator)
-    known = Stream(inf, 0.0, _message(comm, control, device, COPIED if copied else 1), comm.size - 1)
+    known = LinkStream(inf, 0.0, _message(comm, control, device, COPIED if copied else 1), comm.size - 1)
     if copied:
         return known  # this thread copies, before and after: nothing is on its way by itself
     shard = torch.zeros(max(min(sent // (comm.size - 1), LARGEST), 1), dtype=torch.uint8, device=device)

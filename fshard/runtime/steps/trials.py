@@ -5,10 +5,10 @@ from dataclasses import dataclass, field, replace
 
 from fshard.runtime.comm.communicators import Communicators
 from fshard.runtime.execution.timed import Stopwatch
-from fshard.runtime.steps.calibrate import Watched, fitted_by_all
+from fshard.runtime.steps.calibrate import TimedOps, fitted_by_all
 from fshard.runtime.steps.contests import Contest, opened
 from fshard.schedule.auto import Auto, Choice, choose
-from fshard.schedule.candidates import Task
+from fshard.schedule.candidates import PolicyTask
 from fshard.schedule.check import check
 from fshard.schedule.contest import scheduled
 from fshard.schedule.fit import APART
@@ -31,7 +31,7 @@ class Trial:
     """
 
     schedule: Schedule
-    task: Task
+    task: PolicyTask
     watches: list[Stopwatch] = field(default_factory=list)
 
     @property
@@ -67,7 +67,7 @@ class Trial:
 
         Collective.
         """
-        costs = fitted_by_all(comms, Watched(self.schedule, self.watches[WARM:]))
+        costs = fitted_by_all(comms, TimedOps(self.schedule, self.watches[WARM:]))
         made = choice if costs is None else choose(self.task, auto, costs)
         return made, opened(comms, made)
 

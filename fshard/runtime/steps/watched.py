@@ -21,7 +21,7 @@ GROUPS = "groups"
 
 
 @dataclass(frozen=True)
-class Watched:
+class NormSets:
     """Sets of leaves whose gradient norms are asked for.
 
     Attributes:
@@ -69,7 +69,7 @@ def read_norms(value: Any, plan: Plan) -> tuple[str, ...] | None:
     return tuple(value)
 
 
-def watched(patterns: Sequence[str] | None, plan: Plan, grads: Gradients) -> Watched | None:
+def watched(patterns: Sequence[str] | None, plan: Plan, grads: Gradients) -> NormSets | None:
     """The sets that ``read_norms`` has read; None for none.
 
     Args:
@@ -81,12 +81,12 @@ def watched(patterns: Sequence[str] | None, plan: Plan, grads: Gradients) -> Wat
         return None
     trained = [group for group in plan.groups if group.trainable]
     if not patterns:
-        return Watched(tuple(group.name for group in trained), None, tuple(group.id for group in trained))
+        return NormSets(tuple(group.name for group in trained), None, tuple(group.id for group in trained))
     cuts = {}
     for group in trained:
         merged = merge_slices(group.owned, plan.mesh, lambda path, shape: None, limit=lambda p: _number(patterns, p))
         cuts[group.id] = tuple(cut for cut in merged if cut.limit >= 0)
-    return Watched(tuple(patterns), replace(grads, update_slices=cuts, views={}))
+    return NormSets(tuple(patterns), replace(grads, update_slices=cuts, views={}))
 
 
 def _number(patterns: Sequence[str], path: str) -> int:
