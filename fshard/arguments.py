@@ -42,7 +42,7 @@ def described(value: Any) -> str:
 
 
 def kind(value: Any) -> str:
-    """What a value is, in two words.
+    """Return what a value is, in two words.
 
     >>> kind(3), kind([])
     ('an int', 'a list')

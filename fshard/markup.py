@@ -29,7 +29,7 @@ def aligned(rows: Sequence[Sequence[str]], left: Sequence[bool], rule: bool = Fa
 
 
 def shown(title: str, *parts: str) -> str:
-    """What a notebook shows: a title and what follows it.
+    """Return what a notebook shows: a title and what follows it.
 
     >>> shown("a < b").startswith("<div") and "a &lt; b" in shown("a < b")
     True
@@ -79,7 +79,7 @@ def bar(parts: Sequence[Part], most: float, width: int = 260) -> str:
 
 
 def legend(names: Sequence[str]) -> str:
-    """What the colors of bars stand for."""
+    """Return what the colors of bars stand for."""
     spans = (
         f'<span style="color:{COLORS[number % len(COLORS)]}">&#9632;</span> {escape(name)} &nbsp;'
         for number, name in enumerate(names)

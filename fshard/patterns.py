@@ -38,7 +38,7 @@ def glob(pattern: str) -> str:
 
 
 def bad_regex(pattern: object) -> str | None:
-    """Why a value is not a regular expression, and what was meant if it is a glob; None if it is one.
+    """Say why a value is not a regular expression, and what was meant if it is a glob; None if it is one.
 
     >>> bad_regex("*.weight")
     "'*.weight' is a glob, not a regular expression: write r'.*\\\\.weight'"
@@ -98,7 +98,7 @@ def regex_of(glob: str) -> str:
 
 
 def meant_by(pattern: str, paths: Collection[str]) -> str:
-    """What a regular expression that matches none of the paths as a whole may have been meant to be; or nothing.
+    """Return what a regular expression that matches none of the paths as a whole may have been meant to be; or nothing.
 
     >>> meant_by("weight", ["a.weight", "b.weight"])
     ": r'.*weight.*' matches 2, such as 'a.weight'"
@@ -128,7 +128,9 @@ def closest(name: str, known: Iterable[str]) -> str:
 
 
 def glob_meant(pattern: str, modules: Collection[str]) -> str:
-    """What a glob that matches no module may have been meant to be: one without the escapes of a regular expression, or
+    """Return what a glob that matches no module may have been meant to be.
+
+    One without the escapes of a regular expression, or
     without the name of a parameter at its end, or one that is spelled another way; or nothing.
 
     >>> glob_meant(r"blocks\\.\\d+", ["blocks.0", "blocks.1"])
@@ -147,7 +149,7 @@ def glob_meant(pattern: str, modules: Collection[str]) -> str:
 
 
 def glob_matches(glob: str, path: str) -> bool:
-    """Whether a glob matches the whole of a path or of a unit's name, part by part.
+    """Tell whether a glob matches the whole of a path or of a unit's name, part by part.
 
     >>> glob_matches("blocks.*", "blocks.0"), glob_matches("blocks.*", "blocks.0.attn"), glob_matches("**.attn", "attn")
     (True, False, True)

@@ -43,7 +43,7 @@ def say(text: str, out: TextIO | None = None) -> None:
 
 
 def outcome_of(body: Callable[[], T]) -> Future[T]:
-    """What a function returned or raised, as the outcome of a task."""
+    """Return what a function returned or raised, as the outcome of a task."""
     outcome: Future[T] = Future()
     settle(outcome, body)
     return outcome

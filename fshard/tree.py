@@ -331,7 +331,7 @@ _PLAIN = frozenset((Tensor, int, float, bool, str, bytes, type(None)))
 
 
 def _suspect(leaves: Sequence[Any]) -> bool:
-    """Whether one of these is an object that may hold tensors. Every call runs this, so it looks at types alone."""
+    """Tell whether one of these is an object that may hold tensors, by types alone: every call runs this."""
     return any([_holder(kind) for kind in {type(leaf) for leaf in leaves} - _PLAIN])
 
 

@@ -361,7 +361,7 @@ class Checkpointer:
         return path, self._folder.run
 
     def _prepare(self, states: Mapping[str, TrainState], user: Mapping[str, Any], first_path: str, copy: bool) -> Save:
-        """What this rank writes, and where: hosts may mount rank 0's folder elsewhere, its random name tells."""
+        """Return what this rank writes, and where: hosts may mount rank 0's folder elsewhere, its random name tells."""
         rank = one_mesh(states).rank
         first, name = os.path.split(first_path)
         path = os.path.join(self.directory, name)

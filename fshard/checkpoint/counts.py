@@ -18,7 +18,7 @@ UNCOUNTED = {EMA, CARRIED, RESIDUAL, BASIS, ANCHOR}
 def late_by_moments(
     state: TrainState, into: TrainState | None, manifest: Manifest, entries: Sequence[str], names: Mapping[str, str]
 ) -> dict[str, int]:
-    """How many updates fewer than the state's step each leaf has had; less than nothing where it has had more.
+    """Return how many updates fewer than the state's step each leaf has had; less than nothing where it has had more.
 
     Args:
         state: the state, whose step is that of ``into`` if that is given.

@@ -304,7 +304,7 @@ def inconsistent(manifest: Manifest) -> Iterable[str]:
 
 
 def _uncovered(name: str, info: TensorInfo) -> Iterable[str]:
-    """Where the extents of a tensor do not hold each of its elements exactly once."""
+    """Say where the extents of a tensor do not hold each of its elements exactly once."""
     where, shape = f"tensors[{name[:200]!r}]", info.shape
     boxes: dict[str, list[Piece]] = {}  # by text, whose hash is random: chosen tuples of ints can all collide
     for extent in info.extents:

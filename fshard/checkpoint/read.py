@@ -87,7 +87,7 @@ def verify_step(folder: str) -> Manifest:
 
 
 def _header_problems(folder: str, name: str, manifest: Manifest) -> Iterator[str]:
-    """Where a file's header and the manifest differ."""
+    """Say where a file's header and the manifest differ."""
     with open_file(folder, name, manifest.files[name].size) as file:
         tensors = read_header(file)
     listed = {
@@ -102,7 +102,7 @@ def _header_problems(folder: str, name: str, manifest: Manifest) -> Iterator[str
 
 
 def plan_reads(manifest: Manifest, targets: Sequence[Slice]) -> list[ReadJob]:
-    """What to read for these targets: each chunk at most once, files in order."""
+    """Return what to read for these targets: each chunk at most once, files in order."""
     spans: dict[str, list[FileSpan]] = {}
     for target in targets:
         info = manifest.tensors[target.name]

@@ -79,7 +79,7 @@ def restore_step(
 
 
 def _part(folder: str, manifest: Manifest, name: str) -> Manifest:
-    """What a manifest tells of one state."""
+    """Return what a manifest tells of one state."""
     if name in manifest.states:
         return manifest.of(name)
     if not name and not manifest.states:
@@ -123,7 +123,7 @@ def prepare(folder: str, manifest: Manifest, request: RestoreRequest) -> tuple[T
 
 
 def _slices(entries: Sequence[Entry], names: Mapping[str, str], mesh: Mesh) -> Iterator[Slice]:
-    """What is read, and from where."""
+    """Return what is read, and from where."""
     for entry in entries:
         places = saved_at(entry, names[entry.name], mesh) if entry.name in names else []
         yield from (Slice(*place, entry.tensor) for place in places[:1])
@@ -147,12 +147,12 @@ def stored_names(path: str, manifest: Manifest, entries: Sequence[Entry], reques
 
 
 def _by_name(entries: Sequence[Entry], have: Container[str]) -> dict[str, str]:
-    """What is read without rules: all entries, but where rounding has left nothing out of a sum yet."""
+    """Return what is read without rules: all entries, but where rounding has left nothing out of a sum yet."""
     return {entry.name: entry.name for entry in entries if entry.name in have or not entry.rows}
 
 
 def _remedy(other: Sequence[str]) -> str:
-    """What to do about a checkpoint that does not fit, given the rows of names that are on one side alone."""
+    """Return what to do about a checkpoint that does not fit, given the rows of names that are on one side alone."""
     remedies = [
         "Restore with the model and optimizer that it was saved with, pass cast=True for other dtypes, or select "
         "what to read with rules=."
@@ -198,7 +198,7 @@ def _check_rules(rules: TakeRules) -> None:
 
 
 def _by_rules(rules: TakeRules, entries: Sequence[Entry]) -> dict[str, str]:
-    """What the rules read; entries that keep their value are left out."""
+    """Return what the rules read; entries that keep their value are left out."""
     _check_rules(rules)
     hits = first_matches([pattern for pattern, _ in rules], [entry.name for entry in entries])
     out: dict[str, str] = {}

@@ -42,7 +42,7 @@ def head_of(states: Mapping[str, TrainState], user: Mapping[str, Any]) -> Manife
 
 
 def save_facts(state: TrainState, user: Mapping[str, Any], options: Mapping[str, Any]) -> Facts:
-    """What must be equal on all ranks of a save: state, copies, the user's JSON and options."""
+    """Return what must be equal on all ranks of a save: state, copies, the user's JSON and options."""
     tensors = {entry.name: f"{entry.dtype} {list(entry.shape)}" for entry in whole_entries(state)}
     own = {name: json.dumps(value) for name, value in user.items()}
     return Equal(state.plan, {**own, **options, "tensor": tensors}, always=True, replicas=True).of(state)

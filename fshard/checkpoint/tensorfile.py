@@ -96,7 +96,7 @@ def write_header(tensors: Mapping[str, TensorMeta], metadata: Mapping[str, str])
 
 
 def is_start(start: bytes) -> bool:
-    """Whether these are the first ``START`` bytes of a file of the format.
+    """Tell whether these are the first ``START`` bytes of a file of the format.
 
     >>> is_start(write_header({}, {})[:START]), is_start(b"\\x80\\x02}q\\x00.")
     (True, False)
@@ -168,12 +168,12 @@ def _stored(row: Any, base: int) -> Stored:
 
 
 def is_shape(value: Any) -> bool:
-    """Whether a JSON value is a list of at most ``DIMS`` sizes whose product is at most ``LARGEST``."""
+    """Tell whether a JSON value is a list of at most ``DIMS`` sizes whose product is at most ``LARGEST``."""
     if not isinstance(value, list) or len(value) > DIMS or not all(is_count(n) for n in value):
         return False
     return bool(math.prod(n for n in value if n) <= LARGEST)
 
 
 def is_count(value: Any) -> bool:
-    """Whether a JSON value is an int from 0 to ``LARGEST``."""
+    """Tell whether a JSON value is an int from 0 to ``LARGEST``."""
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= LARGEST

@@ -32,7 +32,7 @@ BATCH = 8
 
 
 def owned(entries: Sequence[Entry], rank: int) -> list[Slice]:
-    """What a rank writes of its entries, so that one rank writes each element of each tensor.
+    """Return what a rank writes of its entries, so that one rank writes each element of each tensor.
 
     The ranks that hold a large piece write equal ranges of it; a small piece is written by the holder that has least to
     write. All ranks compute the same answer from the sizes alone.

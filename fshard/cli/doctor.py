@@ -90,7 +90,7 @@ def devices() -> Iterator[Finding]:
 
 
 def links() -> Iterator[Finding]:
-    """What ranks of this host communicate over."""
+    """Return what ranks of this host communicate over."""
     names = ", ".join(name for _, name in socket.if_nameindex())
     chosen = os.environ.get("GLOO_SOCKET_IFNAME")
     unknown = f"no such interface: {chosen}" if chosen and chosen not in names.split(", ") else ""
@@ -106,7 +106,7 @@ def links() -> Iterator[Finding]:
 
 
 def shared_memory() -> Finding:
-    """Whether ranks can share memory, and how much of it there is."""
+    """Tell whether ranks can share memory, and how much of it there is."""
     try:
         os.close(os.memfd_create("fshard-doctor"))
     except (AttributeError, OSError) as error:

@@ -48,7 +48,7 @@ SELDOM = 100_000
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """What the command takes."""
+    """Return what the command takes."""
     parser.set_defaults(run=run)
     parser.add_argument("job", nargs="?", help="FILE.py:FUNCTION, which returns a dict, or a train step and a batch")
     parser.add_argument("--hf", metavar="CONFIG", help="a config.json of Hugging Face, or its folder")
@@ -182,7 +182,9 @@ def read_mesh(text: str) -> Mesh:
 
 
 def read_wires(texts: Sequence[str], searched: bool = True) -> list[Wire | str | None]:
-    """What a search tries for formats: exact transfers, and these formats of all transfers, or of sums over some axes.
+    """Return what a search tries for formats.
+
+    Exact transfers, and these formats of all transfers, or of sums over some axes.
 
     Raises:
         PlanError: a format is unknown, or formats are given without a search.
@@ -219,7 +221,7 @@ def bytes_of(text: str) -> int:
 
 
 def read_hardware(args: argparse.Namespace) -> Hardware:
-    """What the step would run on."""
+    """Return what the step would run on."""
     memory = bytes_of(args.memory) if args.memory else None
     costs = read_costs(args.costs) if args.costs else None
     room = bytes_of(args.communicator) if args.communicator else COMMUNICATOR
@@ -243,7 +245,7 @@ def seldom_collected() -> Iterator[None]:
 
 @contextmanager
 def telling(silent: bool) -> Any:
-    """What is told how far the command is: a bar on standard error, if that is a terminal."""
+    """Return what is told how far the command is: a bar on standard error, if that is a terminal."""
     told: Progress = lambda what, part: None  # noqa: E731
     try:
         from rich.console import Console

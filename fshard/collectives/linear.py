@@ -319,7 +319,7 @@ class Max(LinearCollective):
 
 
 def differentiable(x: Any) -> bool:
-    """Whether a value is a tensor that gradients flow through."""
+    """Tell whether a value is a tensor that gradients flow through."""
     return isinstance(x, Tensor) and (x.is_floating_point() or x.is_complex())
 
 
@@ -337,7 +337,7 @@ def check_plain(x: Tensor, what: str) -> None:
 
 
 def is_fake(x: Tensor) -> bool:
-    """Whether a tensor has a shape and no data."""
+    """Tell whether a tensor has a shape and no data."""
     fakes = sys.modules.get("torch._subclasses.fake_tensor")  # its import takes a second
     return fakes is not None and isinstance(x, fakes.FakeTensor)
 

@@ -169,7 +169,7 @@ def _check_dataset(dataset: Any) -> None:
 
 
 def without_position(batches: Any) -> str:
-    """What is wrong with a data loader whose position must be saved; nothing if it has one."""
+    """List what is wrong with a data loader whose position must be saved; nothing if it has one."""
     if not isinstance(batches, DataLoader) or hasattr(batches, "state_dict"):
         return ""
     return (

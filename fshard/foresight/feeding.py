@@ -59,7 +59,7 @@ def batch_of(path: str, module: nn.Module, config: Any, rows: int, length: int |
 
 
 def _looks(takes: Mapping[str, inspect.Parameter]) -> bool:
-    """Whether a model is given pictures: it reads nothing else, needs them, or compares them with texts."""
+    """Tell whether a model is given pictures: it reads nothing else, needs them, or compares them with texts."""
     if "pixel_values" not in takes:
         return False
     alone = "input_ids" not in takes and "decoder_input_ids" not in takes
@@ -67,7 +67,7 @@ def _looks(takes: Mapping[str, inspect.Parameter]) -> bool:
 
 
 def words(module: nn.Module, batch: Mapping[str, Tensor]) -> str:
-    """What a model is fed with, and what it is not, in words."""
+    """Return what a model is fed with, and what it is not, in words."""
     takes = inspect.signature(module.forward).parameters
     given = ", ".join(f"{name} {str(x.dtype).removeprefix('torch.')} {list(x.shape)}" for name, x in batch.items())
     lacks = " and no pictures" if "pixel_values" in takes and "pixel_values" not in batch else ""
@@ -128,7 +128,7 @@ def _sounds(takes: Mapping[str, Any], config: Any, rows: int, length: int | None
 def _labels(
     name: str, takes: Mapping[str, Any], tokens: Tensor, size: tuple[int, int, int] | None, rows: int
 ) -> dict[str, Tensor]:
-    """What a head compares with."""
+    """Return what a head compares with."""
     one = torch.zeros(rows, dtype=torch.long, device="cpu")
     if "start_positions" in takes and "end_positions" in takes:
         return {"start_positions": one, "end_positions": one}

@@ -94,13 +94,13 @@ class Foresight:
 
     @property
     def communicators(self) -> list[tuple[str, Axes]]:
-        """What a step with the chosen policy communicates on, by role and axes."""
+        """Return what a step with the chosen policy communicates on, by role and axes."""
         needed = communicators(self.plan, self.chosen.policy.secondary, self.task.axes)
         return [*needed, *between(self.task.groups)]
 
     @property
     def fits(self) -> bool:
-        """Whether the step fits into the memory of a device."""
+        """Tell whether the step fits into the memory of a device."""
         return self.hardware.memory is None or self.peak_bytes <= self.hardware.memory
 
     @property
@@ -132,7 +132,7 @@ def foresee(
     progress: Progress = lambda what, part: None,
     task: PolicyTask | None = None,
 ) -> Foresight:
-    """What a step would hold, send and take.
+    """Return what a step would hold, send and take.
 
     Args:
         step: a train step whose plan is on any mesh.
@@ -185,7 +185,7 @@ def for_gpus(plan: Plan) -> Plan:
 
 
 def task_of(step: TrainStep, found: Trace, plan: Plan) -> PolicyTask:
-    """What policies are tried for."""
+    """Return what policies are tried for."""
     if not found.needs:
         raise PlanError("a run has found this program, which depends on values of tensors: it cannot be foreseen")
     schedule, accumulate = found.schedule, step.options.accumulate
@@ -205,7 +205,7 @@ def on_plan(task: PolicyTask, plan: Plan, step: TrainStep) -> PolicyTask:
 
 
 def _by_name(plan: Plan, work: Mapping[int, Need]) -> dict[str, Need]:
-    """What the updates of a plan's groups need, by their names."""
+    """Return what the updates of a plan's groups need, by their names."""
     return {plan.groups[number].name: need for number, need in work.items()}
 
 
@@ -230,7 +230,7 @@ def _state(step: TrainStep, plan: Plan) -> tuple[int, int]:
 
 
 def group_rows(step: TrainStep, plan: Plan, schedule: Schedule) -> list[GroupRow]:
-    """What the plan says of each group."""
+    """Return what the plan says of each group."""
     rule, rows = contract(step.opt), []
     sent = {group.name: 0 for group in plan.groups}
     moves = {(move.kind, info.name): move.sent for info in schedule.groups for move in info.transfers if move.row.link}
@@ -289,5 +289,5 @@ def scaling(
 
 
 def memory_words(memory: Footprint) -> str:
-    """Where the peak is."""
+    """Say where the peak is."""
     return f"op {memory.op}, {memory.where}"

@@ -80,7 +80,7 @@ class Hardware:
         return words + (there if self.costs is None else "")
 
     def of(self, task: PolicyTask, plan: Plan) -> Costs:
-        """What ops cost on it, what packs and unpacks formats and what updates parameters included.
+        """Return what ops cost on it, what packs and unpacks formats and what updates parameters included.
 
         Raises:
             PlanError: the costs are those of another program.
@@ -142,7 +142,7 @@ def hardware(
     communicator: int = COMMUNICATOR,
     host: float | None = None,
 ) -> Hardware:
-    """What a step would run on, by names.
+    """Return what a step would run on, by names.
 
     Args:
         device: one of ``fs.sim.DEVICES``.

@@ -15,7 +15,7 @@ Seconds = dict[tuple[str, str], float]
 
 
 def host_copies(plan: Plan, stages: Stages, speed: Speed) -> Seconds:
-    """What copies between a device and the memory of its host take, beside compute, by the op that starts them."""
+    """Return what copies between a device and its host's memory take, beside compute, by the op that starts them."""
     found = {}
     for group in _read(plan, stages):
         if group.kinds.hosted and group.travels:
@@ -29,7 +29,7 @@ def host_copies(plan: Plan, stages: Stages, speed: Speed) -> Seconds:
 
 
 def update_seconds(group: Group, need: Need, speed: Speed, host: Speed) -> float:
-    """What an update takes: of the device or of the host, with what comes from the other side and goes back.
+    """Return what an update takes: of the device or of the host, with what comes from the other side and goes back.
 
     What is gathered in another dtype is made where the shard is kept, once an update; so is what is packed on the host.
     """
@@ -39,7 +39,7 @@ def update_seconds(group: Group, need: Need, speed: Speed, host: Speed) -> float
 
 
 def frozen_seconds(plan: Plan, stages: Stages, speed: Speed, host: Speed) -> float:
-    """What a step takes to make what is gathered of frozen groups in another dtype."""
+    """Return what a step takes to make what is gathered of frozen groups in another dtype."""
     frozen = (group for group in _read(plan, stages) if group.id not in stages.updates)
     return sum((host if group.kinds.hosted else speed).seconds(_made(group)) for group in frozen)
 
@@ -51,7 +51,7 @@ def _read(plan: Plan, stages: Stages) -> Iterator[Group]:
 
 
 def _made(group: Group) -> Need:
-    """What the copy of a shard needs that is gathered in place of it."""
+    """Return what the copy of a shard needs that is gathered in place of it."""
     if group.resident_cast is None:
         return Need(0, 0, 0)
     form = group.wires.get("all_gather")

@@ -147,7 +147,7 @@ def _class(named: Sequence[str], transformers: Any) -> Any:
 
 
 def _auto(file: Path, config: Any, transformers: Any) -> Callable[[Any], Any]:
-    """What makes the model of a configuration that names no class."""
+    """Return what makes the model of a configuration that names no class."""
     autos = [getattr(transformers, name) for name in HEADS]
     auto = next((each for each in autos if type(config) in each._model_mapping), None)
     if auto is None:

@@ -74,7 +74,7 @@ class Job:
         return self.step_of(self.plan(mesh), **options)
 
     def plan(self, mesh: Mesh) -> Plan:
-        """Where the leaves are on a mesh, of GPUs.
+        """Say where the leaves are on a mesh, of GPUs.
 
         Raises:
             PlanError: no rule can use the mesh, or anything else that ``fs.make_plan`` refuses.
@@ -94,7 +94,7 @@ class Job:
         return make_train_step(self.loss, opt, on_device(plan, "cpu"), **given), tree.mapped(_real, self.batch)
 
     def in_format(self, name: str, mesh: Mesh) -> Plan:
-        """Where the leaves are, with gathers and reductions in a format.
+        """Say where the leaves are, with gathers and reductions in a format.
 
         Sums over replicas are exact where so many replicas would send more of them in the format than exactly.
 
@@ -111,7 +111,7 @@ class Job:
 
 
 def read_job(where: str, mesh: Mesh) -> "Job | tuple[TrainStep, Any]":
-    """What a function of a file returns: ``FILE.py:make``, called with the mesh if it takes an argument.
+    """Return what a function of a file returns: ``FILE.py:make``, called with the mesh if it takes an argument.
 
     Raises:
         PlanError: there is no such file or function, or it returns something else.
@@ -126,7 +126,7 @@ def read_job(where: str, mesh: Mesh) -> "Job | tuple[TrainStep, Any]":
 
 
 def takes_mesh(where: str) -> bool:
-    """Whether a function of a file is called with the mesh.
+    """Tell whether a function of a file is called with the mesh.
 
     Raises:
         PlanError: there is no such file or function.

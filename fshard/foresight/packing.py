@@ -106,7 +106,7 @@ def _rows(wait: str, form: WireFormat, dtype: torch.dtype, numel: int, rows: int
 
 
 def packed_need(form: WireFormat, dtype: torch.dtype, numel: int) -> Need:
-    """What it needs to pack so many elements."""
+    """Return what it needs to pack so many elements."""
     return _moved(numel * _bytes_packed(form, dtype))
 
 
@@ -145,7 +145,7 @@ def _product(group: Group, rank: int) -> Work:
 
 @functools.cache
 def _low_rank(found: tuple[Matrix, ...], numel: int, basis: int, dtype: torch.dtype, rank: int) -> tuple[Need, Need]:
-    """What the start of such a sum takes, and all of it."""
+    """Return what the start of such a sum takes, and all of it."""
 
     def empty(size: int) -> Tensor:
         return torch.empty(size, dtype=dtype, device="meta")
@@ -160,7 +160,7 @@ def _low_rank(found: tuple[Matrix, ...], numel: int, basis: int, dtype: torch.dt
 
 
 def _counted(work: Callable[[], object]) -> Need:
-    """What the operators of some work need."""
+    """Return what the operators of some work need."""
     work()  # tables of formats are made once
     seen = Activations([])
     with seen:

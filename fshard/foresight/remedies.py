@@ -116,7 +116,7 @@ def remedies(seen: Foresight, step: TrainStep, remade: Remade | None = None) -> 
 
 
 def closing(seen: Foresight, found: Sequence[Remedy]) -> Iterator[str]:
-    """What is said below remedies: what they assume of host memory, and whether none of them is enough."""
+    """Return what is said below remedies: what they assume of host memory, and whether none of them is enough."""
     if any("host memory" in remedy.change for remedy in found):
         yield f"Host memory: {seen.hardware.host_words(seen.plan)}."
     if not any(remedy.enough for remedy in found):
@@ -127,7 +127,7 @@ def closing(seen: Foresight, found: Sequence[Remedy]) -> Iterator[str]:
 
 
 def _remedy(seen: Foresight, step: TrainStep, change: str, task: PolicyTask, plan: Plan, parts: int = 1) -> Remedy:
-    """What a task would hold and take on a plan, under the policy that holds least.
+    """Return what a task would hold and take on a plan, under the policy that holds least.
 
     Args:
         seen: what does not fit.
@@ -150,7 +150,7 @@ def _remedy(seen: Foresight, step: TrainStep, change: str, task: PolicyTask, pla
 
 
 def _peak(seen: Foresight, policy: Policy, task: PolicyTask, plan: Plan) -> int:
-    """What a policy holds beside the state, which takes less to know than its time."""
+    """Return what a policy holds beside the state, which takes less to know than its time."""
     schedule = build(task.program, task.under(policy).groups, policy, task.accumulate, task.train)
     memory = footprint(schedule, task.needs, task.graphs)
     return memory.peak_bytes + seen.hardware.joined(plan, policy.secondary, task)
@@ -235,7 +235,7 @@ def _more_ranks(seen: Foresight, step: TrainStep, task: PolicyTask) -> Iterator[
 
 
 def largest(seen: Foresight, count: int = 6) -> list[str]:
-    """What a rank holds most of at the peak of the policy that holds least, in words."""
+    """Return what a rank holds most of at the peak of the policy that holds least, in words."""
     least: Candidate = seen.least
     memory = least.memory
     rows = [

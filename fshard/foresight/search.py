@@ -97,7 +97,7 @@ def _order(found: tuple[Option, PolicyTask]) -> tuple[float, int]:
 
 
 def known_formats(wires: Sequence[Wire | str | None]) -> list[Wire | str | None]:
-    """What is tried for formats, each once.
+    """Return what is tried for formats, each once.
 
     Raises:
         PlanError: none is given, or one that ``fs.Wire`` does not know.
@@ -204,7 +204,10 @@ class JobPrograms:
             yield remat, step, batch, on_plan(self.tasks[key], for_gpus(plan), step)
 
     def _traced(self, plan: Plan) -> Iterator[Hashable]:
-        """What a program depends on, beside the job: groups, and the mesh where leaves are cut or it makes the job."""
+        """Return what a program depends on, beside the job.
+
+        Groups, and the mesh where leaves are cut or it makes the job.
+        """
         yield tuple((group.name, *(leaf.path for leaf in group.leaves)) for group in plan.groups)
         if callable(self.job) or any(leaf.compute.axes for leaf in plan.leaves.values()):
             yield shape_of(plan.mesh)
@@ -240,7 +243,7 @@ def _best(remat: Any, step: TrainStep, batch: Any, task: PolicyTask, hardware: H
 
 
 def _timed(task: PolicyTask, costs: Costs, builds: Builds) -> list[Simulation]:
-    """What a step takes under each policy."""
+    """Return what a step takes under each policy."""
     return [timed(task, policy, costs, builds.build) for policy in candidates(task, "deferred")]
 
 

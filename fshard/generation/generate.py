@@ -53,7 +53,7 @@ class Sequences:
         self._new: list[tuple[Tensor, Tensor, Tensor]] = []
 
     def batch(self) -> dict[str, Any]:
-        """What the next step reads."""
+        """Return what the next step reads."""
         active = self.active.sum()
         return {"tokens": self.tokens, "cache": self.cache, "places": self.places, "active": active}
 

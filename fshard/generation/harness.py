@@ -76,7 +76,7 @@ class Scorer:
         return [(logprob, greedy) for logprob, greedy in self._shared(pairs, compute, ((self.eos,), (self.eos,)))]
 
     def texts(self, requests: Sequence[tuple[str, dict[str, Any]]], max_new: int) -> list[str]:
-        """What follows each prompt, up to one of its stops."""
+        """Return what follows each prompt, up to one of its stops."""
         by_option: dict[tuple[int, float], list[int]] = {}
         for number, (_, options) in enumerate(requests):
             temperature = float(options.get("temperature", 0.0)) if options.get("do_sample") else 0.0
@@ -177,7 +177,7 @@ def harness(
             return [sum(next(found)[0] for _ in row) for row in windows]
 
         def generate_until(self, requests: Sequence[Any], **more: Any) -> list[str]:
-            """What follows each prompt."""
+            """Return what follows each prompt."""
             return scorer.texts([request.args for request in requests], max_new)
 
     return Sharded()

@@ -61,7 +61,7 @@ def hugging_face(model: Model) -> Forward:
 
 
 def _own_cache(kind: type) -> bool:
-    """Whether a model's own file has a class of caches."""
+    """Tell whether a model's own file has a class of caches."""
     library, file = import_module("transformers.cache_utils"), import_module(kind.__module__)
     found = [value for value in vars(file).values() if isinstance(value, type) and issubclass(value, library.Cache)]
     return any(value.__module__ == kind.__module__ for value in found)

@@ -61,7 +61,7 @@ def padded(rows: Sequence[Tensor], device: torch.device) -> tuple[Tensor, Places
 
 
 def read(forward: Forward, params: Any, tokens: Tensor, cache: Any, places: Places) -> tuple[Tensor, Any]:
-    """What a forward makes of tokens: logits and a cache, if they are such.
+    """Return what a forward makes of tokens: logits and a cache, if they are such.
 
     Raises:
         TreeError: it returned something else; naming what.

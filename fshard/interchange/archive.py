@@ -48,7 +48,7 @@ class StridedData:
     strides: Shape
 
     def contiguous(self, shape: Shape) -> bool:
-        """Whether the elements are in row-major order."""
+        """Tell whether the elements are in row-major order."""
         kept = [(size, stride) for size, stride in zip(shape, self.strides, strict=True) if size > 1]
         return all(stride == math.prod(n for n, _ in kept[at + 1 :]) for at, (_, stride) in enumerate(kept))
 
@@ -99,7 +99,7 @@ def _storage(made: Any, dtype: Any) -> tuple[torch.dtype, str, int]:
 
 
 def _known(name: GlobalName) -> bool:
-    """Whether the pickle of a tensor may contain a name."""
+    """Tell whether the pickle of a tensor may contain a name."""
     if name.module == "torch":
         return name.name in STORAGES or name.name in DTYPES
     return name in REBUILD or name in (UNTYPED, HOOKS)

@@ -241,7 +241,7 @@ class _Held:
 
 
 def takes_part(item: ExportItem) -> bool:
-    """Whether this rank sends or receives a part of the leaf."""
+    """Tell whether this rank sends or receives a part of the leaf."""
     return item.root is None or item.root in positions(item.ranks)
 
 
@@ -255,19 +255,19 @@ def _index_dtype(item: ExportItem) -> torch.dtype:
 
 
 def _pays(item: ExportItem, count: int) -> bool:
-    """Whether so many elements with their places take fewer bytes than the whole leaf."""
+    """Tell whether so many elements with their places take fewer bytes than the whole leaf."""
     width = item.dtype.itemsize
     return count * (width + _index_dtype(item).itemsize) < math.prod(item.shape) * width
 
 
 def _sparse(item: ExportItem, counts: Sequence[int]) -> bool:
-    """Whether changed elements are sent, and not the whole leaf, given the numbers of them on all ranks."""
+    """Tell whether changed elements are sent, and not the whole leaf, given the numbers of them on all ranks."""
     pieces = dict(zip(item.have, counts, strict=True))
     return min(counts) >= 0 and (not any(counts) or _pays(item, sum(pieces.values())))
 
 
 def _changed(item: ExportItem, held: _Held | None) -> Tensor | None:
-    """Where this rank's part differs from what receivers have, 1-D; None if all of the leaf has to be sent."""
+    """Say where this rank's part differs from what receivers have, 1-D; None if all of the leaf has to be sent."""
     if not takes_part(item):
         return item.entry.tensor.new_empty(0, dtype=torch.int64)
     new = _cast(item)

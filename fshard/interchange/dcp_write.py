@@ -237,7 +237,7 @@ def _contents(
     values: Mapping[Keys, Any],
     places: Sequence[Sequence[FileRange]],
 ) -> tuple[Contents, dict[str, Keys]]:
-    """What was written, and the keys of each name."""
+    """Return what was written, and the keys of each name."""
     chunks: dict[int, list[Chunk]] = {}
     out, keys = Contents({}, {}, {}), dict[str, Keys]()
     for rank, wheres in enumerate(places):

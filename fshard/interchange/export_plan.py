@@ -229,7 +229,7 @@ def positions(ranks: Ranks) -> list[int]:
 
 
 def _supplier(have: Sequence[Piece], holder: int, target: int) -> int:
-    """Which of the positions with the holder's piece sends it to a target."""
+    """Say which of the positions with the holder's piece sends it to a target."""
     if have[target] == have[holder]:
         return target
     copies = [position for position, piece in enumerate(have) if piece == have[holder]]

@@ -93,7 +93,7 @@ def _find_files(path: Path) -> tuple[list[Path], dict[str, str] | None]:
 
 
 def is_pickle(start: bytes) -> bool:
-    """Whether a file begins as torch.save writes it, and not as safetensors do.
+    """Tell whether a file begins as torch.save writes it, and not as safetensors do.
 
     The first bytes of a pickle are also header lengths: ``80 02`` is 640 of them.
 

@@ -119,7 +119,7 @@ class _Rules:
 
 
 def _run(first: str, group: Any, module: Any, what: str) -> dict[str, Woven]:
-    """What a converter of ``transformers`` makes of the tensors that it has collected."""
+    """Return what a converter of ``transformers`` makes of the tensors that it has collected."""
     names = sorted(name for row in group.layer_targets.values() for name in row)
     try:
         made = group.convert(first, model=module, config=module.config)
@@ -132,7 +132,7 @@ def _run(first: str, group: Any, module: Any, what: str) -> dict[str, Woven]:
 
 
 def _left_out(module: Any, name: str) -> bool:
-    """Whether the module's class says that files may have a tensor that it has no use for."""
+    """Tell whether the module's class says that files may have a tensor that it has no use for."""
     patterns = set(module._keys_to_ignore_on_load_unexpected or ()) | {r"rotary_emb\.inv_freq", r"(^|\.)position_ids$"}
     return any(re.search(pattern, name) for pattern in patterns)
 

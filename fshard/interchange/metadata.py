@@ -139,7 +139,7 @@ def _unpickled(file: File) -> CallRecord:
 
 
 def _known(name: GlobalName) -> bool:
-    """Whether metadata may contain a name."""
+    """Tell whether metadata may contain a name."""
     if name in (SIZE, LAYOUT) or name in MEMBERS:
         return True
     if name.module in PATHS:
@@ -248,7 +248,7 @@ def _chunk(name: str, shape: Shape, row: Any, places: dict[str, FileRange]) -> C
 
 
 def filled(shape: Shape, parts: Sequence[Block]) -> bool:
-    """Whether blocks inside of a tensor hold each of its elements once; linear in their number.
+    """Tell whether blocks inside of a tensor hold each of its elements once; linear in their number.
 
     Boxes fill a box if and only if the polynomials ``sum over boxes, product over dims, x[dim, begin] - x[dim, end]``
     of both are equal. They are compared at a random point modulo a prime, which the author of the boxes cannot know:

@@ -163,7 +163,7 @@ def _check_fit(
 
 
 def misfit(meta: TensorMeta, shape: Shape, dtype: torch.dtype, transpose: bool, cast: bool, owner: str) -> str | None:
-    """Why a source's tensor cannot be read into one of this shape and dtype; None if it can."""
+    """Say why a source's tensor cannot be read into one of this shape and dtype; None if it can."""
     have = meta.shape[::-1] if transpose else meta.shape
     if have != shape:
         return f"{list(have)}, {owner} {list(shape)}"

@@ -249,7 +249,7 @@ def _any_rule(opt: Optimizer) -> Optimizer:
 
 
 def counts(opt: Optimizer, plan: Plan, path: str) -> bool:
-    """Whether torch's equivalent optimizer counts the updates of a leaf."""
+    """Tell whether torch's equivalent optimizer counts the updates of a leaf."""
     own, _, _ = own_rule(opt, opt.hyper(path, plan.leaves[path].shape), 0)
     return own is not None and _counts(own)
 

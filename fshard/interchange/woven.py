@@ -135,7 +135,7 @@ class Woven(Tensor):
 
 
 def _computed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """What an operator makes, as tensors that are computed when they are read."""
+    """Return what an operator makes, as tensors that are computed when they are read."""
     if func._schema.is_mutable:
         raise NotImplementedError(f"{func} writes to its arguments")
 

@@ -146,7 +146,7 @@ def _cells() -> dict[str, str]:
 def _unsent(
     fn: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], dumps: Any, error: Exception
 ) -> str:
-    """Which of the values that a function uses cannot be sent."""
+    """Say which of the values that a function uses cannot be sent."""
     used = dict(_used(fn))
     used |= {f"argument {number}": value for number, value in enumerate(args)}
     used |= {f"{name}=": value for name, value in kwargs.items()}

@@ -190,7 +190,7 @@ def _pass_on(selector: selectors.BaseSelector, key: selectors.SelectorKey) -> No
 
 
 def _results(folder: Path, ranks: int) -> list[Any]:
-    """What the ranks returned.
+    """Return what the ranks returned.
 
     Raises:
         LaunchError, Exception: what the first rank that failed by itself has raised, or how it died.
@@ -209,7 +209,7 @@ def _results(folder: Path, ranks: int) -> list[Any]:
 
 
 def _failure(folder: Path, outcomes: Mapping[int, Any], statuses: Mapping[int, Any]) -> BaseException:
-    """What is told of ranks that returned nothing.
+    """Return what is told of ranks that returned nothing.
 
     Ranks that failed by themselves come first, then those that died, unless they were ended here, then the others.
     """

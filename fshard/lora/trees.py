@@ -188,7 +188,7 @@ def _patterns(targets: str | Iterable[str]) -> Collection[str]:
 
 
 def _unfit(path: str, flat: Mapping[str, Any]) -> Iterator[str]:
-    """Why a leaf cannot have adapters."""
+    """Say why a leaf cannot have adapters."""
     leaf = flat[path]
     if leaf.ndim < 2 or not leaf.dtype.is_floating_point:
         yield f"  {list(leaf.shape)}  {leaf.dtype}"

@@ -113,7 +113,7 @@ class Watch(TorchFunctionMode):
 
 
 def _writes_silently(owner: nn.Module) -> bool:
-    """Whether a module of a class that is not torch's own calls batch normalization itself.
+    """Tell whether a module of a class that is not torch's own calls batch normalization itself.
 
     The names in the code of its methods show it; a mode around every call would cost a microsecond an operation.
     """
@@ -130,7 +130,7 @@ def _names(code: types.CodeType) -> Iterator[str]:
 
 
 def _plain() -> bool:
-    """Whether no transform and no dispatch mode is active: they would take a kept clone for a constant."""
+    """Tell whether no transform and no dispatch mode is active: they would take a kept clone for a constant."""
     return peek_interpreter_stack() is None and dispatch_modes() == 0
 
 
@@ -140,7 +140,10 @@ def _keepable(original: Tensor, clone: Tensor) -> bool:
 
 
 def _batched(tensor: Any) -> bool:
-    """Whether a tensor is batched by ``vmap``: a write there does not raise its version, so it counts as changed."""
+    """Tell whether a tensor is batched by ``vmap``.
+
+    A write there does not raise its version, so it counts as changed.
+    """
     while functorch.is_functorch_wrapped_tensor(tensor):
         if functorch.is_batchedtensor(tensor):
             return True

@@ -37,7 +37,7 @@ class SavePolicy:
         return f"fs.checkpoint_policies.{self.name}"
 
     def saves(self, op: Any) -> bool:
-        """Whether the results of an operator, or of one of its overloads, are kept."""
+        """Tell whether the results of an operator, or of one of its overloads, are kept."""
         return self.ops is None or getattr(op, "overloadpacket", op) in self.ops
 
     def contexts(self) -> Callable[[], tuple[Any, Any]]:

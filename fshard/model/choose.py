@@ -87,7 +87,7 @@ def _held(module: nn.Module) -> list[nn.Module]:
 
 
 def uncallable(module: nn.Module) -> bool:
-    """Whether a module has no forward, like a list of modules."""
+    """Tell whether a module has no forward, like a list of modules."""
     return type(module).forward is nn.Module.forward and "forward" not in vars(module)
 
 

@@ -21,7 +21,7 @@ DEEP = 8
 
 
 def holds(value: Any, depth: int = 0) -> bool:
-    """Whether a value is or holds a container that can change.
+    """Tell whether a value is or holds a container that can change.
 
     >>> holds((1, [2])), holds((1, 2))
     (True, False)
@@ -96,7 +96,7 @@ class _Outline:
 
 
 def matches(value: Any, kept: Any) -> bool:
-    """Whether a value has the same elements as when its outline was made."""
+    """Tell whether a value has the same elements as when its outline was made."""
     if not isinstance(kept, _Outline):
         return value is kept
     return _matches(value, kept)

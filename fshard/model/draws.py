@@ -32,7 +32,7 @@ def restore(before: States) -> None:
 
 
 def drawn(before: States, after: States) -> bool:
-    """Whether numbers were drawn between these states."""
+    """Tell whether numbers were drawn between these states."""
     return before[0] != after[0] or (None not in (before[1], after[1]) and before[1] != after[1])
 
 

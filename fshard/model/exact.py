@@ -282,7 +282,7 @@ def _active(args: Any) -> Transforms:
 
 
 def _recorded(args: Any) -> bool:
-    """Whether plain autograd records operations on one of these tensors, outside of all transforms."""
+    """Tell whether plain autograd records operations on one of these tensors, outside of all transforms."""
     if not torch.is_grad_enabled():
         return False
     for tensor in args:

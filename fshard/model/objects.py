@@ -68,7 +68,7 @@ class Shared:
         self._objects = [_Object(name, value) for name, value in found.values()]
 
     def clean(self) -> bool:
-        """Whether no object has changed."""
+        """Tell whether no object has changed."""
         return all([one.clean() for one in self._objects])
 
     def changed(self) -> dict[str, Any]:

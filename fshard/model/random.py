@@ -293,7 +293,7 @@ def _ints(name: str, sizes: Sequence[int]) -> tuple[int, ...]:
 
 
 def _inside(first: int | Tensor, size: int, limit: int) -> bool:
-    """Whether a range lies in a dim of this length; -1 stands for any."""
+    """Tell whether a range lies in a dim of this length; -1 stands for any."""
     if isinstance(first, Tensor):
         return limit == -1 or size <= limit
     return first >= 0 and (limit == -1 or first + size <= limit)

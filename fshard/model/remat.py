@@ -315,7 +315,7 @@ def _unchanged_generators() -> Iterator[None]:
 
 
 def autocast_state() -> Autocast:
-    """Whether autocast is on, and its dtype, by kind of device."""
+    """Tell whether autocast is on, and its dtype, by kind of device."""
     return tuple((kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda"))
 
 

@@ -47,7 +47,7 @@ class Reuse(TorchFunctionMode):
 
 
 def _overlap(a: Any, b: Any) -> bool:
-    """Whether two boxes ``(shape, start, whole)`` share positions."""
+    """Tell whether two boxes ``(shape, start, whole)`` share positions."""
     if a[2][1:] == b[2][1:]:
         sides = zip(a[0], a[1], b[0], b[1], strict=True)
         return all(first < other + length and other < first + size for size, first, length, other in sides)

@@ -112,7 +112,7 @@ class UnitModules:
         self._glance: Glance | None = None
 
     def quiet(self) -> bool:
-        """Whether the modules are unwritten: a check quick enough for every call of a kept instance."""
+        """Tell whether the modules are unwritten: a check quick enough for every call of a kept instance."""
         if self._glance is None:
             self._glance = self._scene.glance(self._modules(), self._flag, self._more())
         if self._glance():

@@ -163,7 +163,7 @@ class Model:
         return out, tree.nest(new)
 
     def _versions(self) -> list[int]:
-        """How often each ignored parameter was written to."""
+        """Return how often each ignored parameter was written to."""
         return [leaf._version for leaf in tree.leaves(self.ignored)] if self.ignored else []
 
     @functools.cached_property

@@ -113,7 +113,7 @@ class Template:
                     )
 
     def reaches(self) -> list[str]:
-        """What attributes of its modules hold of modules outside of it: ``"tail, by 'others' of a Block"``."""
+        """Return what attributes of its modules hold of modules outside of it: ``"tail, by 'others' of a Block"``."""
         whole: Any = next(iter(self._outside.values()))
         paths = {id(module): path for path, module in whole.named_modules() if id(module) not in self._number}
         return [

@@ -236,7 +236,7 @@ class Surface:
         self._begun: list[tuple[str, Tensor, int]] = []
 
     def clean(self) -> bool:
-        """Whether a call wrote nothing."""
+        """Tell whether a call wrote nothing."""
         scene, held = self.scene, self._entries
         try:
             found = chain.from_iterable([read(entries) for read, entries in zip(scene.reads, held, strict=True)])

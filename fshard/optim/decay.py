@@ -17,7 +17,7 @@ r"""Which leaves decay: all (``None``), those whose whole path a regex matches, 
 
 
 def matrices(path: str, shape: tuple[int, ...]) -> bool:
-    """Whether a leaf has two or more dims: true for weights and embeddings, false for biases and norm scales.
+    """Tell whether a leaf has two or more dims: true for weights and embeddings, false for biases and norm scales.
 
     The mask that language models are trained with since GPT-2; give it as ``decay=matrices``.
 
@@ -32,7 +32,7 @@ def matrices(path: str, shape: tuple[int, ...]) -> bool:
 
 
 def decays(decay: Decay, path: str, shape: tuple[int, ...]) -> bool:
-    """Whether the leaf decays under this mask."""
+    """Tell whether the leaf decays under this mask."""
     if decay is None:
         return True
     if isinstance(decay, str):

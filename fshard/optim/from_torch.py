@@ -90,7 +90,7 @@ class from_torch(Masked, Unfused):  # noqa: N801 - reads as the function it is i
         return out
 
     def hyper(self, path: str, shape: tuple[int, ...]) -> bool:
-        """Whether the leaf decays."""
+        """Tell whether the leaf decays."""
         return decays(self.decay, path, shape)
 
     def forms(self, hyper: bool) -> dict[str, Form]:

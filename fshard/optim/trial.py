@@ -95,7 +95,7 @@ class MisfitError(Exception):
 
 
 def find(make: Make) -> TrialState:
-    """What a class keeps of a parameter, found by updates of its own.
+    """Return what a class keeps of a parameter, found by updates of its own.
 
     Raises:
         MisfitError: it keeps what belongs to no parameter, or has another shape.
@@ -114,7 +114,7 @@ def find(make: Make) -> TrialState:
 
 
 def _counted(history: list[dict[str, Any]]) -> bool:
-    """Whether ``state["step"]`` is the number of updates."""
+    """Tell whether ``state["step"]`` is the number of updates."""
     return all(_number(row.get("step")) == updates for updates, row in enumerate(history, start=1))
 
 
@@ -172,7 +172,7 @@ def _updates(make: Make, start: Tensor, grads: list[Tensor]) -> Iterator[tuple[T
 
 
 def _outside(rule: torch.optim.Optimizer, param: Tensor) -> dict[str, str]:
-    """What a class keeps elsewhere than in ``state[param]``: texts by name."""
+    """Return what a class keeps elsewhere than in ``state[param]``: texts by name."""
     own = {"state", "param_groups", "defaults"}
     kept = {f"self.{name}": value for name, value in vars(rule).items() if name not in own}
     kept |= {f'param_groups[0]["{name}"]': value for name, value in rule.param_groups[0].items() if name != "params"}
@@ -291,5 +291,5 @@ def _drawn(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[Tensor, list[Ten
 
 
 def steps_on_cpu() -> AbstractContextManager[object]:
-    """Where a class counts its steps: on the default device, which the user may have set to another one."""
+    """Say where a class counts its steps: on the default device, which the user may have set to another one."""
     return nullcontext() if torch.get_default_device().type == "cpu" else torch.device("cpu")

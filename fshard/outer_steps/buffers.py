@@ -50,13 +50,13 @@ class Outer(Inner):
 
     @property
     def table(self) -> Timetable:
-        """When fragments leave and arrive."""
+        """Say when fragments leave and arrive."""
         number = self.fragments if isinstance(self.fragments, int) else len(self.fragments)
         return Timetable(self.every, self.delay, number)
 
     @property
     def keeps_delta(self) -> bool:
-        """Whether something of a difference must be kept: while it is under way, or because it was rounded."""
+        """Tell whether something of a difference must be kept: while it is under way, or because it was rounded."""
         return self.delay > 0 or self.wire is not None
 
     def init(self, param: Tensor, hyper: Any) -> State:
@@ -67,7 +67,7 @@ class Outer(Inner):
         return {**super().init(param, hyper), ANCHOR: anchor, **outer, **delta}
 
     def forms(self, hyper: Any) -> dict[str, Form]:
-        """What the inner optimizer keeps, and what outer steps do."""
+        """Return what the inner optimizer keeps, and what outer steps do."""
         outer = {OUTER + name: Form(wide=True, common=True) for name in contract(self.outer).forms(None)}
         delta = {DELTA: Form(wide=True)} if self.keeps_delta else {}
         return {**super().forms(hyper), ANCHOR: Form(wide=True, common=True), **outer, **delta}

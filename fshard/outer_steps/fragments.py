@@ -67,7 +67,7 @@ class Fragment:
         return self._message(self.numel)
 
     def info(self, axis: str, replicas: int, every: int, first: int, delay: int) -> GroupInfo:
-        """What a schedule says of it: what the rank sends and holds that has most of it.
+        """Return what a schedule says of it: what the rank sends and holds that has most of it.
 
         Args:
             axis: that of the replicas.
@@ -120,7 +120,7 @@ Held = list[tuple[tuple[Group, int], tuple[int, int]]]
 
 
 def _ranges(plan: Plan, held: Held, block: int, rank: int) -> tuple[tuple[Range, ...], int]:
-    """What a rank holds of these elements, each range from a whole block on; and the length of their buffer."""
+    """Return what a rank holds of these elements, each range from a whole block on; and the length of their buffer."""
     ranges, end = list[Range](), 0
     for (group, number), (begin, stop) in held:
         first, last = _held(plan.mesh, group, number, begin, stop, rank)
@@ -193,7 +193,7 @@ def _held(mesh: Mesh, group: Group, number: int, begin: int, end: int, rank: int
 
 
 def table_of(fragments: Sequence[Fragment], table: Timetable, replicas: int, form: WireFormat | None) -> str:
-    """What travels when, as text."""
+    """Return what travels when, as text."""
     what = form if form is not None else "exact"
     rows = [
         f"fragment {fragment.name}: {size_text(fragment.nbytes * (replicas - 1))} a rank, leaves after steps "

@@ -59,7 +59,7 @@ class OuterStep(TrainStep):
 
     @property
     def exchanges(self) -> str:
-        """What travels between replicas, and when, as text."""
+        """Return what travels between replicas, and when, as text."""
         exchange = self._exchange
         return table_of(exchange.fragments, self.opt.table, exchange.mesh.replicas, exchange.form)
 
@@ -125,7 +125,7 @@ class OuterStep(TrainStep):
 
     @property
     def _exchanges(self) -> Exchanges:
-        """What travels when."""
+        """Return what travels when."""
         return Exchanges(self.opt.table, self.opt.fragments, self.opt.over)
 
     def _check_under_way(self, state: TrainState) -> None:
@@ -241,7 +241,7 @@ def outer(
 
 
 def _number_problems(every: Any, fragments: Any, delay: Any, mix: Any, wire: Any) -> list[str]:
-    """Which numbers are out of range, and which formats there are not."""
+    """Say which numbers are out of range, and which formats there are not."""
     found = [*_time_problems(every, fragments, delay)]
     if not isinstance(mix, int | float) or isinstance(mix, bool) or not 0 <= mix < 1:
         found.append(f"mix={mix!r} must be a number in [0, 1)")
@@ -251,7 +251,7 @@ def _number_problems(every: Any, fragments: Any, delay: Any, mix: Any, wire: Any
 
 
 def _time_problems(every: Any, fragments: Any, delay: Any) -> list[str]:
-    """Which numbers of steps and of fragments are out of range."""
+    """Say which numbers of steps and of fragments are out of range."""
     found = []
     whole = [(name, value) for name, value in (("every", every), ("delay", delay)) if not _is_int(value)]
     found += [f"{name}={value!r} must be an int, a number of steps" for name, value in whole]
@@ -274,7 +274,7 @@ def _is_int(value: Any) -> bool:
 
 
 def _step_problems(step: TrainStep) -> list[str]:
-    """Which options of the inner step replicas would decide differently, so that their steps had different numbers."""
+    """List options of the inner step that replicas would decide differently: their steps had different numbers."""
     options, found = step.options, []
     if isinstance(step, OuterStep):
         found.append("step is an outer step already")

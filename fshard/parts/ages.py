@@ -40,7 +40,7 @@ class Ages:
 
 
 def ages_of(late: Mapping[str, int], updated: Sequence[str], trained: Sequence[str]) -> Ages:
-    """How an update counts leaves.
+    """Say how an update counts leaves.
 
     Args:
         late: of the state.

@@ -52,7 +52,7 @@ class Arguments:
         return tree.swap(lambda held: held.leaf, Held, self.batch)
 
     def filled(self, one: Callable[[int], Any]) -> tuple[Any, Any]:
-        """What the function is given, with ``one(number)`` for each state."""
+        """Return what the function is given, with ``one(number)`` for each state."""
 
         def place(at: ArgumentPlace) -> Any:
             return one(at.number)

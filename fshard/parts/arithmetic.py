@@ -94,7 +94,7 @@ def _check_cuts(mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> None:
 
 
 def _covers(left: Flat, right: Flat) -> bool:
-    """Whether chunks of these trees can be added: the other has no leaf that this one has not."""
+    """Tell whether chunks of these trees can be added: the other has no leaf that this one has not."""
     mine, theirs = left.form, right.form
     return mine.plan.mesh is theirs.plan.mesh and (
         mine.order.paths == theirs.order.paths or set(theirs.order.paths) <= set(mine.order.paths)

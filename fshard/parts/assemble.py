@@ -107,7 +107,7 @@ class StepTable:
         self.infos.append(replace(info, name=name))
 
     def stages(self) -> Stages:
-        """What the step does, in the words of schedules."""
+        """Return what the step does, in the words of schedules."""
         return Stages(tuple([self._stage(stage) for stage in self.recorded.stages]), self._updates())
 
     def _stage(self, stage: RecordedPass | RecordedLocal) -> Pass | Local:
@@ -171,7 +171,7 @@ class StepActions:
         self._places = [(entry.version, entry.group) for entry in table.entries]
 
     def bind(self, ops: Sequence[Op]) -> list[Run | None]:
-        """What to call for each op; None for computes, updates, the handshake and the consensus."""
+        """Return what to call for each op; None for computes, updates, the handshake and the consensus."""
         known = {info.name: number for number, info in enumerate(self.table.infos)}
         return [self._bound(op, known[op.target]) if op.target in known else None for op in ops]
 
@@ -229,7 +229,7 @@ class Assembled:
 
     @property
     def recorded(self) -> StepRecord:
-        """What the step function does."""
+        """Return what the step function does."""
         return self.table.recorded
 
     @functools.cached_property
@@ -239,7 +239,7 @@ class Assembled:
 
     @functools.cached_property
     def width(self) -> int:
-        """How many numbers ranks exchange at the end of the step."""
+        """Return how many numbers ranks exchange at the end of the step."""
         numbers = sum(2 + 2 * means for means in self.means)
         numbers += sum(TOLD + len(update.part.clip.rules) for update in self.recorded.updates)
         return numbers + len(self.copied) + WIDTH
@@ -279,7 +279,7 @@ def scheduled(recorded: StepRecord, policy: Policy) -> tuple[StepTable, Schedule
 
 
 def task_of(recorded: StepRecord) -> PolicyTask:
-    """What a policy is chosen for."""
+    """Return what a policy is chosen for."""
     table = StepTable(recorded)
     full = all([g.reduce_dtype == g.dtype for each in recorded.passes for g in each.spec.plan.groups])
     return PolicyTask(table.stages(), table.infos, recorded.needs, full=full, axes=recorded.communicates)

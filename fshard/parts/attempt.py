@@ -32,7 +32,7 @@ class Attempt(NamedTuple):
 
 
 def tallied(replay: Replay, result: FunctionResult | None, end: End) -> Attempt:
-    """What this rank brings to the consensus."""
+    """Return what this rank brings to the consensus."""
     if result is None or end.status != OK:
         return Attempt(end, None)
     try:

@@ -105,7 +105,7 @@ class Composition(Unwatched, ABC):
         return StateParams(self, form_of(self.states[number].plan), number)
 
     def result(self, returned: Any) -> FunctionResult:
-        """What the function returned, taken apart.
+        """Return what the function returned, taken apart.
 
         Raises:
             LossError: no pair of states and metrics; not each state that the step was given, once.
@@ -258,7 +258,7 @@ class Composition(Unwatched, ABC):
             return self.number_tensor(self.numbers[key], value.dtype)
 
     def _skips(self, updated: Updated) -> float:
-        """Whether an update does not happen, by its norm."""
+        """Tell whether an update does not happen, by its norm."""
         self.number(Number("norm", updated, 0, torch.float64))
         return float(updated.part.skips(updated.state, self.numbers["norm", updated, 0]))
 
@@ -385,12 +385,12 @@ class Composition(Unwatched, ABC):
 
 
 def same_leaves(form: FlatForm, plan: Plan) -> bool:
-    """Whether trees of a form are trees of all leaves of a plan, with its layout."""
+    """Tell whether trees of a form are trees of all leaves of a plan, with its layout."""
     if form.plan is plan:
         return True
     return form.plan.mesh is plan.mesh and form.order.paths == tuple(plan.leaves) and same_layout(form.plan, plan)
 
 
 def number_of_means(aux: Any) -> int:
-    """How many ``fs.Mean`` auxiliary values hold."""
+    """Return how many ``fs.Mean`` auxiliary values hold."""
     return sum(isinstance(leaf, Mean) for leaf in tree.leaves(aux))

@@ -261,7 +261,7 @@ def _tensors(params: Any) -> list[Tensor]:
 
 
 def under_way(tensors: list[Tensor]) -> bool:
-    """Whether a transform runs, or autograd records operations on these tensors."""
+    """Tell whether a transform runs, or autograd records operations on these tensors."""
     if peek_interpreter_stack() is not None:
         return True
     with DisableTorchFunctionSubclass():  # leaves of a step under way answer in Python, each time

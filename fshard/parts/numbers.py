@@ -64,12 +64,12 @@ class Numbers:
         return self.of_update[updated].norm
 
     def overflows(self, updated: Updated) -> bool:
-        """Whether a smaller loss scale may mend the gradients of an update."""
+        """Tell whether a smaller loss scale may mend the gradients of an update."""
         overflows: bool = self._finite(updated) and updated.part.overflows(updated.state, self.norm(updated))
         return overflows
 
     def skips(self, updated: Updated) -> bool:
-        """Whether an update does not happen."""
+        """Tell whether an update does not happen."""
         part, state = updated.part, updated.state
         skips: bool = part.skips(state, self.norm(updated)) if self._finite(updated) else part.streak.skips(False)
         return skips

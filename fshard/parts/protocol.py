@@ -126,7 +126,7 @@ class StepRunner:
     def _ready(
         self, given: Arguments, shield: Shield
     ) -> tuple[Facts, StepRecord | Untraced, Replay | None, Scheduled | None]:
-        """What must be equal on all ranks, and what the function does, with its executor if it has a schedule."""
+        """Find what must be equal on all ranks, and what the function does, with its executor if it has a schedule."""
         try:
             self._check(given)
             recorded = self.recorded(given)
@@ -151,7 +151,7 @@ class StepRunner:
             raise TreeError("step(state, batch): one state was given twice")
 
     def _facts(self, given: Arguments, recorded: StepRecord | Untraced) -> Facts:
-        """What must be equal on all ranks: of the states, and of the parts, if it is known which there are."""
+        """Return what must be equal on all ranks: of the states, and of the parts, if it is known which there are."""
         if self.plan.mesh.size == 1:
             return Facts()
         facts = [self._equal(state.plan).of(state) for state in given.states]
@@ -165,7 +165,7 @@ class StepRunner:
         )
 
     def recorded(self, given: Arguments) -> StepRecord | Untraced:
-        """What the function does with such states and batches, if a trace can tell."""
+        """Return what the function does with such states and batches, if a trace can tell."""
         key = self._key(given)
         if key not in self._recorded:
             self._recorded[key] = record(self.fn, given, self.plan), [state.plan for state in given.states]
@@ -186,7 +186,7 @@ class StepRunner:
         return signature(given.state), signature(given.batch), tuple([id(state.plan) for state in given.states])
 
     def trace(self, recorded: StepRecord) -> Trace:
-        """What is known of the step before it runs."""
+        """Return what is known of the step before it runs."""
         choice, policy = None, self.running.policy
         if isinstance(policy, Auto):
             choice = self.choices.get(recorded) or foreseen(task_of(recorded), policy)
@@ -208,14 +208,14 @@ class StepRunner:
         self.choices[recorded] = decided(self.plan, comms, task, auto)
 
     def _equal(self, plan: Plan) -> Equal:
-        """What must be equal on all ranks of states with a plan."""
+        """Return what must be equal on all ranks of states with a plan."""
         if id(plan) not in self._equals:
             told = {"schedule": self.running.policy, "debug": self.running.debug}
             self._equals[id(plan)] = Equal(plan, told, always=self.running.debug)
         return self._equals[id(plan)]
 
     def _prepare(self, recorded: StepRecord | Untraced, own: int) -> Replay | None:
-        """What the function does, with a schedule; None if only a real run can tell."""
+        """Return what the function does, with a schedule; None if only a real run can tell."""
         if isinstance(recorded, Untraced) or not recorded.passes:
             return None
         if recorded not in self.replays:

@@ -15,7 +15,9 @@ TOLD = 1 + 2 * PIECES
 
 
 def told_rate(lr: float | Mapping[str, float] | None) -> list[float]:
-    """What a rank tells the others of the learning rate of an update: 1, for itself, its pieces, and their squares.
+    """Return what a rank tells the others of the learning rate of an update.
+
+    1, for itself, its pieces, and their squares.
 
     >>> told_rate(None)
     [1.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0]

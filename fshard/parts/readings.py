@@ -18,7 +18,7 @@ class Reading(NamedTuple):
 
 
 def answers(readings: Sequence[Reading]) -> list[float]:
-    """What is made of some numbers, one after the other, by one read of each device."""
+    """Return what is made of some numbers, one after the other, by one read of each device."""
     numbers = read([value for each in readings for value in each.values])
     return [found for each in readings for found in each.made([*itertools.islice(numbers, len(each.values))])]
 

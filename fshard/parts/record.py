@@ -81,7 +81,7 @@ class RecordedUpdate:
     fresh: bool
 
     def like(self, other: "RecordedUpdate") -> bool:
-        """Whether another update has this one's place in a schedule, and in the numbers that ranks exchange."""
+        """Tell whether another update has this one's place in a schedule, and in the numbers that ranks exchange."""
         mine, theirs = self.part, other.part
         alike = mine is theirs or mine.paths == theirs.paths and len(mine.clip.rules) == len(theirs.clip.rules)
         return alike and (self.origin, self.bank, self.fresh) == (other.origin, other.bank, other.fresh)
@@ -266,7 +266,7 @@ class Recording(Composition):
         return [stage for stage in self.stages if isinstance(stage, RecordedPass)][number]
 
     def recorded(self, result: FunctionResult, axes: Sequence[Axes]) -> StepRecord:
-        """What the function did."""
+        """Return what the function did."""
         versions = [(version.plan, version.given) for version in self.versions]
         updates = recorded_updates(result)
         return StepRecord(
@@ -280,7 +280,7 @@ class Recording(Composition):
 
 
 def record(fn: Callable[..., Any], given: Arguments, plan: Plan) -> StepRecord | Untraced:
-    """What a step function does with these states and this batch, if a trace can tell.
+    """Return what a step function does with these states and this batch, if a trace can tell.
 
     Args:
         fn: ``fn(state, batch)``.

@@ -163,7 +163,7 @@ class Replay(Composition):
     def _microbatches(
         self, spec: PassSpec, number: int, stage: RecordedPass, parts: Sequence[Any]
     ) -> tuple[PassResult, float]:
-        """What a pass comes to, and what its gradients are divided by."""
+        """Return what a pass comes to, and what its gradients are divided by."""
         prepared, executor, scale = self.step.passes[number], self.executor, self._loss_scale(spec, stage.version)
         readable, outside = prepared.actions.readable.issuperset, stage.found.program.reads[ROOT].__contains__
         view = PassExecutor(executor, self.step.first[number], executor.reach, executor.settle, readable, outside)
@@ -177,7 +177,7 @@ class Replay(Composition):
         return measured, spec.divisor / scale
 
     def _loss_scale(self, spec: PassSpec, version: int) -> float:
-        """What the loss of a pass is multiplied by: the scale of the state that it reads, or else of the first one."""
+        """Return the factor of a pass's loss: the scale of the state that it reads, or else of the first one."""
         if spec.loss_scale is None:
             return 1.0
         origin = self.step.recorded.versions[version][1]
@@ -212,7 +212,7 @@ class Replay(Composition):
             self.dead.clear()
 
     def result(self, returned: Any) -> FunctionResult:
-        """What the function returned, taken apart, if the function has done what the schedule holds."""
+        """Return what the function returned, taken apart, if the function has done what the schedule holds."""
         found = super().result(returned)
         due, made = self.step.recorded.updates, recorded_updates(found)
         if self.at < len(self.step.recorded.stages):
@@ -243,7 +243,7 @@ class Replay(Composition):
         self.scales[bank.number] = 1.0
 
     def scale(self, number: int, count: float) -> float:
-        """What sums of gradients of a pass are multiplied by to become those of the mean.
+        """Return what sums of gradients of a pass are multiplied by to become those of the mean.
 
         Args:
             number: of the pass.
@@ -327,7 +327,7 @@ class Replay(Composition):
         return total / count if count else 0.0
 
     def origin(self, number: int) -> str:
-        """Where numbers of a pass stopped being finite on this rank; empty if nobody has looked."""
+        """Say where numbers of a pass stopped being finite on this rank; empty if nobody has looked."""
         step: Assembled = self.ready
         return step.programs[number].origin
 
@@ -351,7 +351,7 @@ class Replay(Composition):
         return rows
 
     def tally(self, updates: Sequence[Updated], more: Reading) -> list[float]:
-        """What this rank brings to the end of the step: the totals and counts of losses and means, squared norms.
+        """Return this rank's part of the consensus: totals and counts of losses and means, squared norms.
 
         The order is that in which ``Numbers`` reads them.
         """

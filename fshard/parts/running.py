@@ -179,7 +179,7 @@ class RunningFlat(Flat):
 
     @property
     def kept(self) -> bool:
-        """Whether somebody beside it holds a leaf that it has handed out."""
+        """Tell whether somebody beside it holds a leaf that it has handed out."""
         leaves = self.__dict__.get("leaves", ())
         return bool(leaves) and max(map(sys.getrefcount, leaves)) > ALONE
 
@@ -203,7 +203,7 @@ class RunningFlat(Flat):
         return leaf
 
     def made(self, chunks: Mapping[int, Tensor]) -> "Flat":
-        """What arithmetic on this tree makes."""
+        """Return what arithmetic on this tree makes."""
         return ComputedFlat(self.running, self.form, chunks)
 
 

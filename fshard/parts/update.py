@@ -147,16 +147,16 @@ class UpdateStep:
 
     @property
     def may_skip(self) -> bool:
-        """Whether only the gradient norm tells if the update happens."""
+        """Tell whether only the gradient norm tells if the update happens."""
         return self.loss_scale is not None or self.streak.largest is not None
 
     def overflows(self, state: TrainState, norm: float) -> bool:
-        """Whether a smaller scale may mend gradients of this norm."""
+        """Tell whether a smaller scale may mend gradients of this norm."""
         rule = self.loss_scale
         return rule is not None and not math.isfinite(norm) and (state.scale or rule.start()).value > rule.least
 
     def skips(self, state: TrainState, norm: float) -> bool:
-        """Whether gradients of this norm update nothing."""
+        """Tell whether gradients of this norm update nothing."""
         return self.overflows(state, norm) or self.streak.skips(math.isfinite(norm), norm)
 
     def note(self, state: TrainState, norm: float) -> None:
@@ -241,7 +241,7 @@ class UpdateStep:
         return flat_of(grads, self.form, "grads")
 
     def _fits(self, form: FlatForm) -> bool:
-        """Whether trees of a form have the leaves that are updated, and of others only frozen ones."""
+        """Tell whether trees of a form have the leaves that are updated, and of others only frozen ones."""
         if form is self._fitting:
             return True
         more = set(form.order.paths) - set(self.paths)
@@ -306,7 +306,7 @@ class UpdateStep:
         return self.updating.pending(state, step, self.gradients(flat), divisors, self.updating.fixed(step, lr))
 
     def _ages(self, late: Mapping[str, int]) -> Ages:
-        """How it counts the leaves of a state."""
+        """Say how it counts the leaves of a state."""
         if self._latest is None or self._latest.late != late:
             before, self._latest = self._latest, ages_of(late, self.paths, trained_leaves(self.plan))
             if before is None or before.relative != self._latest.relative:

@@ -83,7 +83,7 @@ def _tensors(name: str, value: Any, seen: set[int], depth: int = 2) -> Iterator[
 
 
 def _plain(value: Any) -> bool:
-    """Whether a value is an object of a user's class."""
+    """Tell whether a value is an object of a user's class."""
     if isinstance(value, type | ModuleType) or not hasattr(value, "__dict__"):
         return False
     return type(value).__module__.split(".")[0] not in ("fshard", "torch", "builtins", "functools")

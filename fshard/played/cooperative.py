@@ -50,7 +50,7 @@ class Gate:
         self._lock.release()
 
     def is_set(self) -> bool:
-        """Whether it is open."""
+        """Tell whether it is open."""
         return not self._lock.locked()
 
     def wait(self, seconds: float) -> bool:
@@ -102,7 +102,7 @@ class RankThread(threading.Thread):
             self.over.set()
 
     def runnable(self) -> bool:
-        """Whether the rank can continue."""
+        """Tell whether the rank can continue."""
         return not self.ended and (self.waits is None or self.waits[0]())
 
     def __str__(self) -> str:

@@ -193,7 +193,7 @@ class OfAllRanks:
 
 
 def on_each_rank(fn: Callable[..., Any], step: Any, state: Any, batch: Any) -> Any:
-    """What a function of a step, a state and a batch returns on every rank, joined, for those of all ranks."""
+    """Return what a function of a step, a state and a batch returns on every rank, joined, for those of all ranks."""
     plan = step._all_plan
     check_unwritten([state], {})
     return play_joined(plan.mesh, lambda: fn(step._all_here(), state.here, part_of(batch, plan)))
@@ -231,7 +231,7 @@ def _class_of_all_ranks(kind: Any) -> type:
 
 
 def join(results: Sequence[Any], size: int) -> Any:
-    """What all ranks returned, as one value; see ``VirtualMesh.join``."""
+    """Return what all ranks returned, as one value; see ``VirtualMesh.join``."""
     if not isinstance(results, (list, tuple)) or len(results) != size:
         raise TreeError(
             f"mesh.join(results): give what mesh.run returned, a list of {size} results, not {described(results)}"

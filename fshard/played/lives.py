@@ -35,7 +35,7 @@ class Lives:
             self.reasons.setdefault((role, life), {})[rank] = reason
 
     def gone(self, role: str, life: int, members: tuple[int, ...]) -> str:
-        """Which of some ranks have given up a life of a role, and why; empty if none has.
+        """Say which of some ranks have given up a life of a role, and why; empty if none has.
 
         >>> lives = Lives()
         >>> life = lives.join("collectives", 1)

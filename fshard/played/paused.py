@@ -44,7 +44,7 @@ class PausedScheduler(Scheduler):
             self.wait(thread, lambda: position < self.allowed, f"leave to begin op {position}")
 
     def idle(self) -> bool:
-        """Whether all ranks that still run have stopped before an op that may not begin."""
+        """Tell whether all ranks that still run have stopped before an op that may not begin."""
         running = [thread for thread in self.threads if not thread.ended]
         stopped = bool(running) and all(self.at.get(thread.rank, -1) >= self.allowed for thread in running)
         if stopped:
@@ -59,7 +59,7 @@ class PausedScheduler(Scheduler):
             self._go(thread)
 
     def results(self) -> list[Any]:
-        """What the ranks have returned, once all have ended.
+        """Return what the ranks have returned, once all have ended.
 
         Raises:
             BaseException: as ``run``.
@@ -69,7 +69,7 @@ class PausedScheduler(Scheduler):
 
     @property
     def over(self) -> bool:
-        """Whether all ranks have ended."""
+        """Tell whether all ranks have ended."""
         return all(thread.over.is_set() for thread in self.threads)
 
     def interrupt(self) -> None:

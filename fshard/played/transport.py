@@ -124,7 +124,7 @@ class Arrival:
                 raise CommError(f"{self.collective.call} on {self.log.name} failed: {self._gone()}")
 
     def _gone(self) -> str:
-        """Which ranks will not come, and why."""
+        """Say which ranks will not come, and why."""
         return self.thread.scheduler.lives.gone(self.log.role, self.log.life, self.log.members)
 
 

@@ -45,7 +45,7 @@ class VirtualMesh(Mesh):
 
     @property
     def everywhere(self) -> bool:
-        """Whether the caller stands for all ranks, outside of ``run``."""
+        """Tell whether the caller stands for all ranks, outside of ``run``."""
         thread = playing()
         return thread is None or thread.scheduler.mesh is not self
 

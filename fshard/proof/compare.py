@@ -116,7 +116,7 @@ class Comparison:
         return rows, math.sqrt(math.fsum(squares))
 
     def _left(self, state: TrainState) -> dict[str, Tensor]:
-        """What rounding has left out of the gradients of all replicas, by leaf."""
+        """Return what rounding has left out of the gradients of all replicas, by leaf."""
         plan, count = self.watched.plan, self.plain.count if self.plain.weighted else 1.0
         found = [entry for entry in entries(settle(state)) if entry.rows == "sum"]
         pieces = pieces_of_ranks(plan.mesh, found)

@@ -65,7 +65,7 @@ class Row:
 
     @property
     def right(self) -> bool:
-        """Whether plain PyTorch and the step agree."""
+        """Tell whether plain PyTorch and the step agree."""
         return not self.note and self.difference <= self.limit
 
     def cells(self) -> tuple[str, ...]:
@@ -112,7 +112,7 @@ class Verified:
 
     @property
     def right(self) -> bool:
-        """Whether everything agrees."""
+        """Tell whether everything agrees."""
         return self.first is None and all(row.right for row in self.rows)
 
     def __repr__(self) -> str:

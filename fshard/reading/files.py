@@ -158,7 +158,7 @@ def _check_kind(path: str, status: os.stat_result, refuse: Refusal) -> None:
 
 
 def is_plain_name(name: str) -> bool:
-    """Whether a name can only mean a file in its own folder."""
+    """Tell whether a name can only mean a file in its own folder."""
     try:
         text = os.fsencode(name)
     except UnicodeEncodeError:

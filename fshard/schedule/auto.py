@@ -77,7 +77,7 @@ class Rates:
     latency: float = 0.0
 
     def costs(self, task: "PolicyTask") -> Costs:
-        """What the ops of a task would cost."""
+        """Return what the ops of a task would cost."""
         speed = Speed(self.compute, math.inf, self.compute)
         return Costs(unit_seconds(task.stages, task.needs, speed), Link(self.wire, self.latency))
 
@@ -147,7 +147,7 @@ class Choice:
 
     @property
     def reason(self) -> str:
-        """What decided, and by which costs."""
+        """Return what decided, and by which costs."""
         limit = f"at most {size_text(self.budget)}" if self.budget is not None else "no limit on memory"
         among = f"the least memory among the fastest (within {TIE - 1:.0%})"
         if not self.settled:
@@ -169,12 +169,12 @@ class Choice:
         return "\n".join(rows)
 
     def _took(self, candidate: Candidate) -> str:
-        """What its steps took, if they were timed."""
+        """Return what its steps took, if they were timed."""
         timed = candidate.again == self.task.again and candidate.policy in self.measured
         return time_text(self.measured[candidate.policy]) if timed else ""
 
     def _mark(self, candidate: Candidate) -> str:
-        """What is special about a candidate."""
+        """Return what is special about a candidate."""
         over = self.budget is not None and candidate.memory.peak_bytes > self.budget
         return "<- chosen" if candidate is self.chosen else "(over the limit)" if over else ""
 
@@ -241,20 +241,20 @@ def _fitting(found: Sequence[Tried], auto: Auto) -> list[Tried]:
 
 
 def tried(task: PolicyTask, policy: Policy, costs: Costs) -> tuple[Candidate, Schedule]:
-    """What a policy would hold and take, and its schedule."""
+    """Return what a policy would hold and take, and its schedule."""
     run = timed(task, policy, costs)
     return weighed(task, run), run.schedule
 
 
 def timed(task: PolicyTask, policy: Policy, costs: Costs, make: Callable[..., Schedule] = build) -> Simulation:
-    """What a policy would take, with a schedule that ``make`` makes, as ``build`` does."""
+    """Return what a policy would take, with a schedule that ``make`` makes, as ``build`` does."""
     schedule = make(task.program, task.under(policy).groups, policy, task.accumulate, task.train)
     kinds = {op.kind for op in schedule}
     return simulate(schedule, costs.only(kinds))
 
 
 def weighed(task: PolicyTask, run: Simulation) -> Candidate:
-    """What a policy that was timed would hold, too."""
+    """Return what a policy that was timed would hold, too."""
     memory = footprint(run.schedule, task.needs or [Need(0, 0, 0)], task.graphs)
     return Candidate(run.schedule.policy, memory, run.seconds, run.exposed, task.again)
 

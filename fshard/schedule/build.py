@@ -207,7 +207,7 @@ class _Builder:
             self.state[group] = "asked"
 
     def _updates_under_way(self, reads: Sequence[int]) -> bool:
-        """Whether an all-gather must still wait for other ranks' updates.
+        """Tell whether an all-gather must still wait for other ranks' updates.
 
         It then runs one compute ahead at most. Further ahead, compute would wait for what a later unit reads.
         """
@@ -215,7 +215,7 @@ class _Builder:
 
 
 def _reads(stages: Stages) -> list[tuple[int, ...]]:
-    """What each compute op of a step reads."""
+    """Return what each compute op of a step reads."""
     reads: list[tuple[int, ...]] = []
     for stage in stages.stages:
         if isinstance(stage, Local):

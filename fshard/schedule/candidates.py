@@ -53,7 +53,7 @@ class PolicyTask:
 
     @property
     def stages(self) -> Stages:
-        """What the step does."""
+        """Return what the step does."""
         return as_stages(self.program, self.groups, self.accumulate, self.train)
 
     def under(self, policy: Policy) -> "PolicyTask":
@@ -75,7 +75,7 @@ def candidates(task: PolicyTask, update: str) -> Iterator[Policy]:
 
 
 def _kept(passes: Sequence[Pass]) -> list[bool | Keep | Secondary]:
-    """What may be kept between forward and backward: nothing, the last units, everything."""
+    """Return what may be kept between forward and backward: nothing, the last units, everything."""
     units = max([len({call.unit for call in each.program.forward}) for each in passes], default=0)
     parts = sorted({units * share // 4 for share in (1, 2, 3)} - {0, units})
     return [True, *(Keep(last=part) for part in parts), False]

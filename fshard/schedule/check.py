@@ -70,7 +70,7 @@ class _Run:
         return self.parts[max(self.part, 0)].microbatch
 
     def take(self, at: int, op: Op) -> Iterator[str]:
-        """What is wrong with this op, which then has happened."""
+        """List what is wrong with this op, which then has happened."""
         if op.kind in COMPUTE_KINDS:
             yield from self._compute(op)
         elif op.kind == "consensus":
@@ -128,7 +128,7 @@ class _Run:
         self.done += 1
 
     def _local(self, op: Op, local: Local) -> Iterator[str]:
-        """What code between passes lacks."""
+        """Return what code between passes lacks."""
         infos = self.schedule.groups
         for name in [infos[g].name for g in local.gradients]:
             for problem in self._incomplete(name, self.groups[name]):
@@ -137,14 +137,14 @@ class _Run:
             yield from self._stale(name, self.groups[name], f"'{op}' reads {name}")
 
     def _filled(self, group: GroupProgress) -> Iterator[str]:
-        """What is wrong if a gradient is filled now."""
+        """List what is wrong if a gradient is filled now."""
         for progress in group.path[:1]:
             if progress.under_way:
                 yield f"{group.info.name}'s gradient is filled again while its {_since(progress)}"
         yield from self._replaced(group)
 
     def _replaced(self, group: GroupProgress) -> Iterator[str]:
-        """Which pending updates still need the gradient that the step before has left."""
+        """Say which pending updates still need the gradient that the step before has left."""
         for name in group.readers:
             if self._updates_first(self.groups[name]) and self.groups[name].updated_at < 0:
                 yield f"{name}'s pending update needs the gradient that this one replaces"
@@ -157,7 +157,7 @@ class _Run:
         yield from self._stale(name, group, f"{unit} reads {name}")
 
     def _stale(self, name: str, group: GroupProgress, what: str) -> Iterator[str]:
-        """What is wrong if the parameters of a group are used now."""
+        """List what is wrong if the parameters of a group are used now."""
         if self._updates_first(group):
             if group.updated_at < 0:
                 yield f"{what} before its pending update"
@@ -165,7 +165,7 @@ class _Run:
                 yield f"{what} before the ranges that other ranks updated are there"
 
     def _part_over(self) -> Iterator[str]:
-        """Which reductions a microbatch lacks that is over."""
+        """Say which reductions a microbatch lacks that is over."""
         if self.part < 0:
             return
         part = self.parts[self.part]
@@ -180,7 +180,7 @@ class _Run:
         return fill.first <= microbatch <= fill.last and self.policy.reduces_in(microbatch, fill.last + 1)
 
     def _times(self, group: GroupProgress, progress: Progress, microbatch: int) -> int:
-        """How often a transfer has been started when that of a microbatch has."""
+        """Return how often a transfer has been started when that of a microbatch has."""
         if not progress.transfer.row.each_microbatch:
             return 1
         if self.policy.accumulation == "full":
@@ -224,7 +224,7 @@ class _Run:
             yield f"{self.under_way[row.name]} {row.name} are under way; reduces={self.policy.reduces}{beyond}"
 
     def _unready(self, name: str, group: GroupProgress, progress: Progress, microbatch: int) -> Iterator[str]:
-        """Why what a transfer reads is not complete."""
+        """Say why what a transfer reads is not complete."""
         if progress.before is not None:
             if progress.before.over < self._times(group, progress.before, microbatch):
                 yield f"{progress.before.transfer.kind} of {name} must be waited for before"
@@ -303,7 +303,7 @@ class _Run:
         group.updated_at = at
 
     def _incomplete(self, name: str, group: GroupProgress) -> Iterator[str]:
-        """What of a gradient's path is not over."""
+        """Return what of a gradient's path is not over."""
         for progress in group.path:
             if progress.over < self._times(group, progress, group.fill.last):
                 yield f"{progress.transfer.kind} of {name} is not over"
@@ -329,7 +329,7 @@ def _since(progress: Progress) -> str:
 
 
 def _shape(op: Op, at: int, run: _Run) -> str:
-    """What is wrong with an op by itself."""
+    """List what is wrong with an op by itself."""
     if op.kind not in run.kinds:
         return f"{op.kind!r} is none of {', '.join(sorted(run.kinds))}"
     if (op.kind == "handshake") != (at == 0):

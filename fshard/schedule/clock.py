@@ -112,11 +112,11 @@ class Clock:
 
     @property
     def over(self) -> Time:
-        """When the step is over, with what the host does around it."""
+        """Say when the step is over, with what the host does around it."""
         return self.now + self.costs.host * self.slow
 
     def _slower(self, over: Time) -> Time:
-        """How many times longer all takes, by the part of the last step in which a rank had something to do."""
+        """Return how many times longer all takes, by the part of the last step in which a rank had something to do."""
         working = self.worked + self.threads.owed + self.costs.host * self.slow
         part = self.smaller(working / self.larger(over, 1e-9), 1.0)
         return 1.0 + (self.costs.slow - 1.0) * part
@@ -142,11 +142,11 @@ class Clock:
         return float(time)
 
     def factor(self, op: Op) -> Time:
-        """How much slower than its cost an op is."""
+        """Return how much slower than its cost an op is."""
         return self.slow
 
     def meet(self, time: Time, axes: str) -> Time:
-        """When the last of the ranks that take part has come."""
+        """Say when the last of the ranks that take part has come."""
         return time
 
     def _take(self, at: int, op: Op) -> tuple[Time, Time]:
@@ -192,7 +192,7 @@ class Clock:
         self.ticks.sent += transfer.sent
 
     def _copied(self, op: Op) -> Time:
-        """When what an op sends has come from host memory, or has gone there. Each way has one copy at a time."""
+        """Say when what an op sends has come from host memory, or has gone there. Each way has one copy at a time."""
         seconds = self.costs.copies.get((op.kind, op.target), 0.0)
         if not seconds:
             return self.now
@@ -201,7 +201,7 @@ class Clock:
         return done
 
     def _awaited(self, wire: SharedWire, passing: Passing, now: Time) -> Time:
-        """When a transfer arrives that is waited for from now on.
+        """Say when a transfer arrives that is waited for from now on.
 
         If the rank waits, the last one is behind it from then on, by a part of the transfer's time; else by as much as
         before.
@@ -262,7 +262,7 @@ class Fleet(Clock):
         self.now = torch.zeros(mesh.size, dtype=torch.float64, device="cpu")
 
     def ends(self) -> list[float]:
-        """When each rank is over, with what the host does around the step."""
+        """Say when each rank is over, with what the host does around the step."""
         made = Fleet(self.schedule, self.costs, self.mesh, self.noise)
         made.run(0)
         found: list[float] = made.over.tolist()
@@ -278,7 +278,7 @@ class Fleet(Clock):
         return float(time[self.rank]) if isinstance(time, Tensor) and time.dim() else float(time)
 
     def factor(self, op: Op) -> Time:
-        """How much slower than its cost an op is on each rank."""
+        """Return how much slower than its cost an op is on each rank."""
         own = self.ranks * self.slow
         return own * self._spread(self.noise.ops) if self.noise.ops else own
 

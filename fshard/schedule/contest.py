@@ -72,7 +72,7 @@ class Round:
 
     @property
     def last(self) -> bool:
-        """Whether it decides."""
+        """Tell whether it decides."""
         return self.number == len(TURNS) - 1
 
     @property
@@ -160,7 +160,10 @@ def scheduled(task: PolicyTask, policy: Policy) -> Schedule:
 
 
 def _promising(choice: Choice, limit: float) -> Iterator[Candidate]:
-    """What to time beside foresight's choice: the default policy, and two of each kind, of the fastest kind first."""
+    """Return what to time beside foresight's choice.
+
+    The default policy, and two of each kind, of the fastest kind first.
+    """
     default, kinds = Policy(update=choice.policy.update), dict[str, list[Candidate]]()
     for each in _worth(choice, limit):
         if each.policy == default:
@@ -198,7 +201,7 @@ def quartile(seconds: Sequence[float]) -> float:
 
 
 def judged(times: Sequence[Sequence[float]], sizes: Sequence[int], last: bool) -> list[int]:
-    """Which contenders go on. If one alone does, it has won.
+    """Say which contenders go on. If one alone does, it has won.
 
     Times are lower quartiles. Before the last round they are held against the best median, so that a contender is out
     only if it was slow in nearly all of its steps.

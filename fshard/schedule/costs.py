@@ -101,11 +101,14 @@ class Costs:
 
     @property
     def slow(self) -> float:
-        """How many times longer everything takes at most where a rank has less than a processor: if none ever waits."""
+        """Return how many times longer everything takes at most where a rank has less than a processor.
+
+        If none ever waits.
+        """
         return max(1.0, 1.0 / self.processors)
 
     def of(self, kind: str, target: str) -> float:
-        """What an op takes on the device, beside what its bytes take."""
+        """Return what an op takes on the device, beside what its bytes take."""
         own = self.seconds.get((kind, target))
         return self.seconds.get((kind, ""), 0.0) if own is None else own
 
@@ -224,7 +227,7 @@ class Costs:
 
 
 def _op_problems(seconds: Mapping[Any, Any], copies: Mapping[Any, Any]) -> Iterator[str]:
-    """What is wrong with ops and their times."""
+    """List what is wrong with ops and their times."""
     known = op_kinds()
     for op, value in [*seconds.items(), *copies.items()]:
         if not isinstance(op, tuple) or len(op) != 2:

@@ -166,24 +166,24 @@ def _by_copies(links: Mapping[str, Link], count: int, taken: float) -> dict[str,
 
 
 def _at_once(schedule: Schedule, at: int) -> bool:
-    """Whether a transfer is waited for as soon as it has begun."""
+    """Tell whether a transfer is waited for as soon as it has begun."""
     row = awaited(schedule[at + 1].kind)
     return row is not None and (row.name, schedule[at + 1].target) == (schedule[at].kind, schedule[at].target)
 
 
 def _copied(link: Link) -> bool:
-    """Whether the thread that computes copies what is sent, so that nothing is on its way."""
+    """Tell whether the thread that computes copies what is sent, so that nothing is on its way."""
     return link.shared_memory or link.bytes_per_s == math.inf
 
 
 def _more(schedule: Schedule, ranks: Sequence[Row], overlap: Overlap) -> float:
-    """What steps with overlap take more of processors than the ops of others do apart from transfers."""
+    """Return what steps with overlap take more of processors than the ops of others do apart from transfers."""
     spent = fmean([sum(time.process + time.gap_process for time in row) for row in overlap.ranks])
     return spent - fmean([_apart(schedule, row) for row in ranks])
 
 
 def _longer(ranks: Sequence[Row], overlap: Overlap) -> float:
-    """What steps with overlap take more of the thread that computes and copies.
+    """Return what steps with overlap take more of the thread that computes and copies.
 
     Threads that compute with it do not count: they may spin while it waits, and take no copies.
     """
@@ -194,7 +194,7 @@ def _longer(ranks: Sequence[Row], overlap: Overlap) -> float:
 
 
 def _apart(schedule: Schedule, row: Row) -> float:
-    """What the ops of a step took of processors, less what other threads did while a transfer was on its way."""
+    """Return what the ops of a step took of processors, less what other threads did while a transfer was on its way."""
     moving = [started(op.kind) or awaited(op.kind) for op in schedule]
     own = [time.thread if moves else time.process for moves, time in zip(moving, row, strict=True)]
     return sum(own) + sum(time.gap_process for time in row)
@@ -231,7 +231,7 @@ def _device(schedule: Schedule, ranks: Sequence[Row], shared: bool) -> dict[tupl
 
 
 def _samples(schedule: Schedule, ranks: Sequence[Row], slow: float) -> dict[str, list[Sample]]:
-    """What each transfer took, by kind and axes."""
+    """Return what each transfer took, by kind and axes."""
     moves = {(move.kind, group.name): move for group in schedule.groups for move in group.transfers}
     under_way: dict[tuple[str, str], int] = {}
     found: dict[str, list[Sample]] = {}
@@ -247,7 +247,7 @@ def _samples(schedule: Schedule, ranks: Sequence[Row], slow: float) -> dict[str,
 
 
 def _sample(move: Transfer, ranks: Sequence[Row], ops: tuple[int, int], slow: float) -> Sample:
-    """What a transfer took, from its start to its wait.
+    """Return what a transfer took, from its start to its wait.
 
     What is not of the thread that computes counts as the way of the bytes: other threads may begin to carry them before
     the start is over, and ranks that come first wait for the last one, in each step another. Where ranks share a

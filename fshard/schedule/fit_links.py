@@ -51,7 +51,7 @@ SETTLED = 1.25
 
 
 def settled(series: Sequence[Sequence[float]], sent: int) -> LinkStream:
-    """What a link does, from series of equal transfers, which come to its steady rate in the longest ones at least.
+    """Fit what a link does to series of equal transfers, which come to its steady rate in the longest ones at least.
 
     Args:
         series: when each transfer of a series had arrived, in seconds from its begin.
@@ -179,7 +179,7 @@ def _ahead(samples: Sequence[Sample], stream: LinkStream, shaped: bool, work: fl
 
 
 def _even(samples: Sequence[Sample], stream: LinkStream) -> bool:
-    """Whether transfers apart from each other have the steady rate, and are ahead of it by the same bytes.
+    """Tell whether transfers apart from each other have the steady rate, and are ahead of it by the same bytes.
 
     That says the slope of their times by size: the median of those of all pairs (Theil and Sen), for some waits are
     longer by what else the machine does.
@@ -198,7 +198,7 @@ def _bounded(link: Link, samples: Sequence[Sample], stream: LinkStream) -> Link:
 
 
 def _shaped(link: Link, stream: LinkStream, slow: float) -> bool:
-    """Whether a link is slower, when it is kept busy, than all that a transfer takes apart from others."""
+    """Tell whether a link is slower, when it is kept busy, than all that a transfer takes apart from others."""
     return 1 / stream.rate > SLOWER * (_work(link) * slow + 1 / link.bytes_per_s)
 
 

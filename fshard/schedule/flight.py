@@ -49,7 +49,7 @@ def schedule_name(rank: int, schedule: int) -> str:
 
 
 def stamped(ops: Sequence[Op], ran: Sequence[Op], times: Sequence[float]) -> list[tuple[float, int]]:
-    """When a run came to each of its ops, by their numbers, and last to the op that is under way, or to its end.
+    """Say when a run came to each of its ops, by their numbers, and last to the op that is under way, or to its end.
 
     Args:
         ops: those of the schedule.
@@ -108,7 +108,7 @@ class RankRecord:
 
     @property
     def latest(self) -> float:
-        """When anything was last noted or written; 0 if nothing was."""
+        """Say when anything was last noted or written; 0 if nothing was."""
         return max([self.written, *(entry.time for entry in self.entries[-1:])])
 
     def words(self, entry: FlightEntry) -> str:
@@ -121,7 +121,7 @@ class RankRecord:
         return f"op {entry.op} of {len(schedule)}, '{printable(str(schedule[entry.op]))}', of run {entry.run}"
 
     def waits(self, entry: FlightEntry) -> bool:
-        """Whether the op of an entry waits for other ranks."""
+        """Tell whether the op of an entry waits for other ranks."""
         schedule = self.schedules.get(entry.schedule)
         if entry.op == OVER or schedule is None or not 0 <= entry.op < len(schedule):
             return False
@@ -185,7 +185,7 @@ def of_one_job(records: Sequence[RankRecord]) -> tuple[list[RankRecord], list[Ra
 
 
 def verdict(records: Sequence[RankRecord]) -> str:
-    """Who waits for whom, in words of the schedule: when the first rank gave up, if one did; else now."""
+    """Say who waits for whom, in words of the schedule: when the first rank gave up, if one did; else now."""
     records, others = of_one_job(records)
     first, there = first_lost(records), [record for record in records if record.entries]
     known = {record.rank: until(record, first) for record in there}
@@ -201,7 +201,7 @@ def verdict(records: Sequence[RankRecord]) -> str:
 
 
 def _unusable(records: Sequence[RankRecord], others: Sequence[RankRecord]) -> Iterator[str]:
-    """What is wrong with records, and which are of other jobs."""
+    """List what is wrong with records, and which are of other jobs."""
     yield from (f"{ranks_text([record.rank])}: {record.damage}" for record in records if record.damage)
     for ranks in sorted({record.ranks for record in others}):
         left = [record.rank for record in others if record.ranks == ranks]
@@ -214,7 +214,7 @@ def _missing(records: Sequence[RankRecord], found: Collection[int]) -> list[int]
 
 
 def _rows(records: Sequence[RankRecord], known: Mapping[int, RankRecord], first: float) -> Iterator[str]:
-    """Where each rank was when the first one gave up, if one did; else is."""
+    """Say where each rank was when the first one gave up, if one did; else is."""
     newest, when = first, "the first rank gave up"
     if math.isinf(first):
         newest = max(max(record.entries[-1].time, record.written) for record in records)
@@ -229,7 +229,7 @@ def _rows(records: Sequence[RankRecord], known: Mapping[int, RankRecord], first:
 
 
 def first_lost(records: Sequence[RankRecord]) -> float:
-    """When the first rank gave up waiting for others, in the latest runs in which one did; infinity if none did."""
+    """Say when the first rank gave up waiting for others, in the latest runs in which one did; infinity if none did."""
     lost = [record for record in records if record.lost and record.entries]
     latest = max((record.entries[-1].run for record in lost), default=0)
     return min((record.written for record in lost if record.entries[-1].run >= latest - 1), default=math.inf)
@@ -243,7 +243,7 @@ def until(record: RankRecord, seconds: float) -> RankRecord:
 def _awaited(
     known: Mapping[int, RankRecord], absent: Sequence[int], gave_up: Sequence[int], unread: Sequence[int]
 ) -> str:
-    """Which ranks wait for which others. Those that gave up waited, between steps too, as in a checkpoint."""
+    """Say which ranks wait for which others. Those that gave up waited, between steps too, as in a checkpoint."""
     waiting = [rank for rank, record in known.items() if record.waits(record.entries[-1]) or rank in gave_up]
     late = [*absent, *_behind(known, waiting)]
     others = [rank for rank in waiting if rank not in late]

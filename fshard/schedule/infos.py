@@ -104,7 +104,7 @@ def secondary_axes(group: Group, secondary: Axes) -> Axes:
 
 
 def _with_second(plan: Plan, group: Group, info: GroupInfo, secondary: Axes) -> GroupInfo:
-    """What schedules know of a group that stays sharded over some axes, in the dtype of compute."""
+    """Return what schedules know of a group that stays sharded over some axes, in the dtype of compute."""
     fast = secondary_axes(group, secondary)
     if not fast:
         return info
@@ -133,7 +133,7 @@ def stage_numel(plan: Plan, group: Group) -> int:
 
 
 def rows_travel(group: Group, replicas: int) -> bool:
-    """Whether each replica sends its whole gradient shard to each other one, to be summed there.
+    """Tell whether each replica sends its whole gradient shard to each other one, to be summed there.
 
     An all-reduce sends ``2 (n - 1) / n`` shards in the master dtype. With two replicas, or with more and a shorter
     dtype, rows are no more than that.

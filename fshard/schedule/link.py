@@ -110,7 +110,7 @@ class Link:
 
 
 def sleeps(peers: int) -> float:
-    """How often a rank sleeps that waits for one peer after the other, and comes first itself.
+    """Return how often a rank sleeps that waits for one peer after the other, and comes first itself.
 
     It sleeps for a peer that comes later than all those before it: in any order, one of k is last with 1/k.
 

@@ -209,7 +209,7 @@ class Speed:
     copies_per_s: float = math.inf
 
     def seconds(self, need: Need) -> float:
-        """What a compute op takes, or an update."""
+        """Return what a compute op takes, or an update."""
         return need.flops / self.flops + need.moved / self.bytes_per_s + need.copied / self.copies_per_s
 
 
@@ -228,7 +228,7 @@ def speed(device: Device, short: bool = True, products: float = 0.7, memory: flo
 
 
 def unit_seconds(stages: Stages, needs: Sequence[Need], speed: Speed) -> dict[tuple[str, str], float]:
-    """What compute ops take: the mean over the calls of a unit."""
+    """Return what compute ops take: the mean over the calls of a unit."""
     times: dict[tuple[str, str], list[float]] = {}
     for op, need in zip(stages.computes, needs, strict=bool(needs)):
         times.setdefault((op.kind, op.target), []).append(speed.seconds(need))

@@ -72,7 +72,7 @@ class ScheduleMemory:
     beside: tuple[int, ...] = field(repr=False)
 
     def offset(self, item: str) -> int:
-        """Where an item, such as ``"param:blocks.3"``, starts in the arena."""
+        """Say where an item, such as ``"param:blocks.3"``, starts in the arena."""
         return self.offsets[item]
 
     def peak(self, op: int) -> int:
@@ -211,7 +211,7 @@ class _Lives:
         return item, size, (self.born.pop(item), at)
 
     def _take(self, at: int, op: Op, group: GroupInfo) -> Ended:
-        """What ends with an op on a group."""
+        """Return what ends with an op on a group."""
         row = started(op.kind) or awaited(op.kind)
         if row is not None:
             transfer = group.transfer(row.name)
@@ -292,7 +292,7 @@ class _Lives:
             yield item, group.size(kind), (at, len(self.ops) - 1)
 
     def _kept_between(self) -> Ended:
-        """What has its memory from the first step on."""
+        """Return what has its memory from the first step on."""
         end = len(self.ops) - 1
         for group in self.groups:
             if group.copy_bytes:
@@ -302,7 +302,10 @@ class _Lives:
 
     @functools.cached_property
     def _early(self) -> bool:
-        """Whether updates are those of this step: then copies of the state are made before it, and else after it."""
+        """Tell whether updates are those of this step.
+
+        Then copies of the state are made before it, and else after it.
+        """
         kinds = [op.kind for op in self.ops]
         return "backward" in kinds and "update" in kinds[kinds.index("backward") :]
 

@@ -208,12 +208,12 @@ class GroupInfo:
 
     @property
     def gathered(self) -> bool:
-        """Whether it is gathered for compute, and freed after it."""
+        """Tell whether it is gathered for compute, and freed after it."""
         return any([transfer.row.stage == "read" for transfer in self.transfers])
 
     @property
     def reduced(self) -> bool:
-        """Whether its gradient needs communication."""
+        """Tell whether its gradient needs communication."""
         return bool(self.at("gradient"))
 
     def size(self, item: str) -> int:

@@ -68,7 +68,7 @@ def _search(
 
 
 def profile(count: int, items: Iterable[tuple[int, Sequence[Span]]]) -> list[int]:
-    """What items of these sizes and lifetimes take together at each of ``count`` ops."""
+    """Return what items of these sizes and lifetimes take together at each of ``count`` ops."""
     steps = [0] * (count + 1)
     for size, lives in items:
         for first, last in lives:

@@ -27,7 +27,7 @@ class Keep:
 
 
 def keep(*units: str, last: int = 0) -> Keep:
-    """Which units stay gathered between their forward and their backward: ``Policy(reshard=fs.keep(last=2))``.
+    """Say which units stay gathered between their forward and their backward: ``Policy(reshard=fs.keep(last=2))``.
 
     What the last units read is needed again soonest, so to keep it costs memory for the shortest time and saves as
     many gathers as keeping anything else.
@@ -192,7 +192,7 @@ class Policy:
         return horizons
 
     def reduces_in(self, microbatch: int, accumulate: int) -> bool:
-        """Whether gradients are reduced in a microbatch of a step."""
+        """Tell whether gradients are reduced in a microbatch of a step."""
         return self.accumulation == "sharded" or microbatch == accumulate - 1
 
     def __str__(self) -> str:

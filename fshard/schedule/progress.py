@@ -25,7 +25,7 @@ class Progress:
 
     @property
     def under_way(self) -> bool:
-        """Whether it was started and not waited for."""
+        """Tell whether it was started and not waited for."""
         return self.started > self.over
 
 
@@ -77,7 +77,7 @@ class GroupProgress:
 
     @property
     def shared(self) -> bool:
-        """Whether what other ranks updated of it is there."""
+        """Tell whether what other ranks updated of it is there."""
         return all([progress.over for progress in self.shares])
 
 
@@ -150,7 +150,7 @@ def _place(schedule: Schedule, parts: Sequence[PartProgress], tracks: Mapping[st
 
 
 def _fills(each: Pass, groups: Sequence[GroupInfo], first: int) -> dict[str, Fill]:
-    """What a pass fills, by the name of the group that is read."""
+    """Return what a pass fills, by the name of the group that is read."""
     last = first + each.accumulate - 1
     return {
         groups[read].name: Fill(groups[gradient].name, each.program.filled(read)[1], first, last)

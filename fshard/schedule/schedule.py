@@ -58,7 +58,7 @@ class Schedule:
 
     @cached_property
     def stages(self) -> Stages:
-        """What the step does, with the gradients that each pass fills written out. A program is one pass."""
+        """Return what the step does, with the gradients that each pass fills written out. A program is one pass."""
         return as_stages(self.program, self.groups, self.accumulate, self.train)
 
     @cached_property
@@ -68,7 +68,7 @@ class Schedule:
 
     @cached_property
     def memory(self) -> ScheduleMemory:
-        """What the arena holds at each op, and where.
+        """Return what the arena holds at each op, and where.
 
         Raises:
             ScheduleError: the ops open or close a lifetime twice.

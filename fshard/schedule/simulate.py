@@ -135,7 +135,7 @@ class Simulation:
 
 
 def simulate(schedule: Schedule, costs: Costs, mesh: Mesh | None = None, noise: Noise | None = None) -> Simulation:
-    """When each op of a schedule begins and ends.
+    """Say when each op of a schedule begins and ends.
 
     Args:
         schedule: the schedule.
@@ -221,7 +221,7 @@ def _told(schedule: Schedule, costs: Costs, ticks: Ticks, rank: int = 0, by_rank
 def measured(
     schedule: Schedule, times: Sequence[float], arrivals: Mapping[int, tuple[float, float]] | None = None
 ) -> Simulation:
-    """What a step did, and when.
+    """Return what a step did, and when.
 
     Args:
         times: when each op began, in seconds, and when the last one was over.

@@ -32,7 +32,7 @@ GRADIENTS = ("own", "given")
 
 
 def stage_lines(program: Program | Stages, names: Sequence[str]) -> Iterator[str]:
-    """What a step does. ``names`` are those of groups, as tokens."""
+    """Return what a step does. ``names`` are those of groups, as tokens."""
     if isinstance(program, Program):
         yield from _program_lines(program, names)
         return

@@ -164,7 +164,7 @@ backward layer @1, backward root @1
 
     @functools.cached_property
     def turns(self) -> tuple[tuple[int, int], ...]:
-        """Where compute turns round: positions, among ``steps``, of the last call before, and the first call after.
+        """Say where compute turns round: positions, among ``steps``, of the last call before, and the first call after.
 
         It does so between forward and backward, and from one microbatch to the next, whatever pass that one is of.
         """
@@ -187,7 +187,7 @@ backward layer @1, backward root @1
 
     @functools.cached_property
     def fillings(self) -> dict[int, Filling]:
-        """What fills each gradient, by its group. It leaves out passes whose ``gradients`` are None."""
+        """Return what fills each gradient, by its group. It leaves out passes whose ``gradients`` are None."""
         found: dict[int, Filling] = {}
         for stage, number in self._numbered():
             if isinstance(stage, Pass):
@@ -270,7 +270,7 @@ def _known(stage: object) -> bool:
 
 
 def _own(each: Pass, trainable: Sequence[int]) -> dict[int, int]:
-    """What a pass says of gradients, without those that no pass reads."""
+    """Return what a pass says of gradients, without those that no pass reads."""
     if each.gradients is not None:
         return dict(each.gradients)
     read = {group for ids in each.program.reads.values() for group in ids}

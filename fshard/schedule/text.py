@@ -189,7 +189,7 @@ class _Reader:
 
 
 def _titled(line: str) -> StageReader:
-    """What reads the rest of a text with this first line."""
+    """Return what reads the rest of a text with this first line."""
     if line not in (FORMAT + VERSION, FORMAT + SEVERAL):
         version = line.removeprefix(FORMAT)
         other = f"; this text has version {version}: build the schedule anew" if version != line else ""

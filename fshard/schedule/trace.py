@@ -51,7 +51,7 @@ class Trace:
 
     @functools.cached_property
     def footprint(self) -> Footprint:
-        """What the step holds at its peak beside its state, on batches of these shapes.
+        """Return what the step holds at its peak beside its state, on batches of these shapes.
 
         Activations are those that fake tensors show: memory that an operator takes for itself alone is not in it. On
         processors that is a hundredth of a step in bfloat16, whose matrices oneDNN reorders, and a twentieth to a tenth

@@ -150,12 +150,12 @@ class Transfer:
             raise refusals.bad_program([f"{self.kind}: {steps}; first and delay must be from 0 to every - 1"])
 
     def held(self, step: int) -> bool:
-        """Whether a transfer between steps is under way in a step or, without a delay, after it."""
+        """Tell whether a transfer between steps is under way in a step or, without a delay, after it."""
         return (step - self.first - bool(self.delay)) % self.every < max(self.delay, 1)
 
     @property
     def spent(self) -> bool:
-        """Whether its source ends with its start: what travels is a packed copy of it."""
+        """Tell whether its source ends with its start: what travels is a packed copy of it."""
         return bool(self.wire) and self.source not in (STATE, HOST, self.target)
 
     @property
@@ -175,7 +175,7 @@ def awaited(op: str) -> Kind | None:
 
 
 def moves(op: str) -> bool:
-    """Whether an op of this kind starts a transfer, or waits for one."""
+    """Tell whether an op of this kind starts a transfer, or waits for one."""
     return (started(op) or awaited(op)) is not None
 
 

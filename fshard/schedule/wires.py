@@ -86,7 +86,7 @@ class SharedWire:
         return added
 
     def arrival(self, passing: Passing) -> Time:
-        """When a transfer arrives, if nothing more is issued until then."""
+        """Say when a transfer arrives, if nothing more is issued until then."""
         while _on_some(passing.arrival >= NEVER):
             self._next(passing.arrival)
         return passing.arrival
@@ -152,7 +152,7 @@ class SharedWire:
         passing.start = self.smaller(passing.start, start + NEVER * (1 - starts))
 
     def _ready(self, passing: Passing) -> Time:
-        """When a transfer starts, if it has not yet, and if that is known."""
+        """Say when a transfer starts, if it has not yet, and if that is known."""
         own, place = self.lanes[passing.lane], passing.place
         behind = place - passing.link.together
         ready = self.larger(passing.turn, own[behind].arrival if behind >= 0 else 0.0) + passing.link.latency
@@ -161,7 +161,7 @@ class SharedWire:
         return ready + NEVER * as_number(passing.start < NEVER)
 
     def _arrives(self, passing: Passing) -> Time:
-        """When a transfer that has started arrives, if no other starts before.
+        """Say when a transfer that has started arrives, if no other starts before.
 
         The bytes of a burst go at once, and are owed (the generic cell rate algorithm).
         """
@@ -196,7 +196,7 @@ def as_number(true: Any) -> Time:
 
 
 def _on_some(true: Any) -> bool:
-    """Whether this is so on some rank."""
+    """Tell whether this is so on some rank."""
     return true if isinstance(true, bool) else bool(true.any())
 
 

@@ -88,7 +88,7 @@ def _tell_unlike(leaves: Mapping[str, Any], spec: P, mesh: Mesh) -> None:
 
 
 def _problem(leaf: Any, spec: P, mesh: Mesh) -> str:
-    """Why a leaf cannot be cut; or nothing."""
+    """Say why a leaf cannot be cut; or nothing."""
     if not isinstance(leaf, Tensor):
         return f"{described(leaf)}, no tensor: give torch.as_tensor of it" if getattr(leaf, "shape", ()) else ""
     for dim, entry in enumerate(spec.dims[: leaf.ndim]):

@@ -38,12 +38,12 @@ class Kinds:
 
     @property
     def hosted(self) -> bool:
-        """Whether the parameter is kept in host memory."""
+        """Tell whether the parameter is kept in host memory."""
         return self.param != "device"
 
     @property
     def moved(self) -> tuple[bool, bool]:
-        """Whether the parameter, and whether the optimizer state, must be staged on the other side for the update."""
+        """Tell whether parameter and optimizer state must be staged on the other side for the update."""
         here = self.update == "device"
         return (self.param == "device") != here, (self.opt == "device") != here
 

@@ -101,12 +101,12 @@ class Group:
 
     @functools.cached_property
     def gathered(self) -> bool:
-        """Whether units read a gathered copy, and not the shard itself."""
+        """Tell whether units read a gathered copy, and not the shard itself."""
         return self.travels or self.packed is not None
 
     @functools.cached_property
     def travels(self) -> bool:
-        """Whether a gather moves its shard, between ranks or from the host, and does not unpack it where it lies."""
+        """Tell whether a gather moves its shard, between ranks or from the host: others unpack it where it lies."""
         return self.parts > 1 or self.kinds.hosted
 
     @functools.cached_property
@@ -121,12 +121,12 @@ class Group:
 
     @functools.cached_property
     def offloaded(self) -> bool:
-        """Whether gradients go to the host, where the update runs."""
+        """Tell whether gradients go to the host, where the update runs."""
         return self.trainable and self.kinds.update == "host"
 
     @functools.cached_property
     def update_staged(self) -> bool:
-        """Whether parameters or state are staged on the side of the update."""
+        """Tell whether parameters or state are staged on the side of the update."""
         return self.trainable and any(self.kinds.moved)
 
     @property
@@ -146,7 +146,7 @@ class Group:
 
     @property
     def second_scatter(self) -> bool:
-        """Whether a step's complete gradients are scattered once more, over ``opt_axes``."""
+        """Tell whether a step's complete gradients are scattered once more, over ``opt_axes``."""
         return self.parts > 1 and self.opt_parts > 1
 
     @property
@@ -187,7 +187,7 @@ class Group:
 
     @functools.cached_property
     def feedback(self) -> bool:
-        """Whether what rounding leaves out of its sums over replicas is kept."""
+        """Tell whether what rounding leaves out of its sums over replicas is kept."""
         form = self.wires.get("replica_reduce")
         return self.trainable and form is not None and form.feedback
 
@@ -211,7 +211,7 @@ class Group:
 
     @functools.cached_property
     def trainable(self) -> bool:
-        """Whether a leaf gets gradients. All do, or none, unless ``plan.only`` has frozen some."""
+        """Tell whether a leaf gets gradients. All do, or none, unless ``plan.only`` has frozen some."""
         return any(leaf.trainable for leaf in self.leaves)
 
     @property
@@ -221,7 +221,7 @@ class Group:
 
     @property
     def staged(self) -> bool:
-        """Whether gathered data arrive in another order than units read them, and pass a staging buffer."""
+        """Tell whether gathered data arrive in another order than units read them, and pass a staging buffer."""
         return self.kind == "dim" and self.parts > 1
 
     @property

@@ -39,7 +39,7 @@ class Matrix(NamedTuple):
 
 
 def saves(rows: int, cols: int, rank: int) -> bool:
-    """Whether a matrix travels as a product of this rank.
+    """Tell whether a matrix travels as a product of this rank.
 
     >>> saves(64, 64, 4), saves(16, 16, 4), saves(4096, 4, 1)
     (True, True, True)
@@ -63,7 +63,7 @@ def rank_of(group: Group) -> int:
 
 
 def bases(group: Group, rank: int) -> dict[int, tuple[int, tuple[int, int]]]:
-    """Where the second factors of a group's leaves begin in their buffer, and their shapes, by the leaf's number."""
+    """Return where the second factors of a group's leaves begin in their buffer, and their shapes, by leaf number."""
     out, end = {}, 0
     for number, leaf in enumerate(group.leaves):
         shape = basis_shape(leaf.shape, rank) if rank else None

@@ -41,7 +41,7 @@ class Mesh:
 
     @property
     def device_here(self) -> bool:
-        """Whether this process has such a device; one that plans for others need not."""
+        """Tell whether this process has such a device; one that plans for others need not."""
         return self.device.type in ("cpu", "meta") or torch.get_device_module(self.device).is_available()
 
     def check_device(self) -> None:
@@ -78,7 +78,7 @@ class Mesh:
 
     @property
     def everywhere(self) -> bool:
-        """Whether the caller stands for all ranks: on a virtual mesh, outside of ``run``."""
+        """Tell whether the caller stands for all ranks: on a virtual mesh, outside of ``run``."""
         return False
 
     def axis_size(self, axes: str | Axes) -> int:

@@ -33,7 +33,7 @@ class PartMesh(Mesh):
 
     @property
     def replicas(self) -> int:
-        """How many there are."""
+        """Return how many there are."""
         return self.all_ranks.axis_size(self.over)
 
     @functools.cached_property

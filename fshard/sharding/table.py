@@ -147,7 +147,7 @@ def _head(mesh: Mesh, batch: P, precision: Precision) -> str:
 
 
 def _wires(places: Mapping[str, tuple[Group, int]]) -> list[str]:
-    """What is kept packed, and what compressed transfers move, a line for each kind and format."""
+    """Return what is kept packed, and what compressed transfers move, a line for each kind and format."""
     found: dict[str, list[tuple[int, int]]] = {}
     groups = {group.id: group for group, _ in places.values()}.values()
     kept = [group for group in groups if group.feedback]
@@ -163,7 +163,7 @@ def _wires(places: Mapping[str, tuple[Group, int]]) -> list[str]:
 
 
 def _at_rest(group: Group) -> Iterator[tuple[str, tuple[int, int]]]:
-    """What a group is kept in, if that is a format of few bits, and its bytes in that and in its dtype."""
+    """Return what a group is kept in, if that is a format of few bits, and its bytes in that and in its dtype."""
     if group.packed is not None:
         exact = sum(leaf.numel * leaf.dtype.itemsize for leaf in group.leaves)
         yield f"at rest in {group.packed}", (sum(leaf.nbytes(leaf.numel) for leaf in group.leaves), exact)

@@ -58,7 +58,7 @@ def tensors_of(params: Mapping[str, Any]) -> dict[str, torch.Tensor]:
 
 
 def _odd(leaf: Any) -> str:
-    """What a leaf is that is no dense real tensor; nothing for one that is."""
+    """Return what a leaf is that is no dense real tensor; nothing for one that is."""
     if not isinstance(leaf, torch.Tensor):
         return type(leaf).__name__
     dense = leaf.layout == torch.strided and not leaf.is_complex() and not leaf.is_quantized
@@ -173,7 +173,7 @@ def _opt_problems(leaf: Leaf, opt: P, mesh: Mesh, data_axes: Axes) -> list[str]:
 
 
 def _same_dims(a: P, b: P) -> bool:
-    """Whether two specs cut the same tensor dims over the same axes."""
+    """Tell whether two specs cut the same tensor dims over the same axes."""
     return all(x == y for x, y in itertools.zip_longest(a.dims, b.dims))
 
 
@@ -234,7 +234,7 @@ def _problems(spec: P, shape: Shape, mesh: Mesh, local: Axes) -> list[str]:
 
 
 def _cut_problems(at_rest: P, gathered: Axes, data_axes: Axes) -> list[str]:
-    """What is wrong with how a leaf is cut along its gathered axes."""
+    """List what is wrong with how a leaf is cut along its gathered axes."""
     stuck = [axis for axis in axes_of(at_rest.flat) if axis not in gathered]
     if stuck:
         return [
@@ -250,7 +250,7 @@ def _cut_problems(at_rest: P, gathered: Axes, data_axes: Axes) -> list[str]:
 
 
 def _axes_problems(gathered: Axes, data_axes: Axes, mesh: Mesh) -> list[str]:
-    """What is wrong with the choice and the order of gathered axes."""
+    """List what is wrong with the choice and the order of gathered axes."""
     foreign = [axis for axis in gathered if axis not in data_axes]
     if foreign:
         # Ranks along such an axis work on the same rows: no spec says whether their gradients add up or are equal.
@@ -266,7 +266,7 @@ def _axes_problems(gathered: Axes, data_axes: Axes, mesh: Mesh) -> list[str]:
 
 
 def misfit(path: str, value: Any, shape: Shape) -> str:
-    """Why a value cannot be the leaf of this path and shape; or nothing."""
+    """Say why a value cannot be the leaf of this path and shape; or nothing."""
     if not isinstance(value, torch.Tensor):
         return f"no tensor  {path}: {type(value).__name__}"
     if tuple(value.shape) != shape:

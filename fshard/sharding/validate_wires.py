@@ -48,7 +48,7 @@ def _check_packed(leaves: Iterable[Leaf]) -> None:
 
 
 def _unpackable(leaf: Leaf) -> str:
-    """Why a leaf cannot be kept in few bits; nothing if it can."""
+    """Say why a leaf cannot be kept in few bits; nothing if it can."""
     if leaf.trainable:
         return "the leaf is trained, and most updates are less than half of a code: freeze it, trainable=False"
     if not leaf.dtype.is_floating_point or leaf.dtype.itemsize < 2:
@@ -122,7 +122,7 @@ def _wire_problems(leaf: Leaf, mesh: Mesh, data_axes: Axes) -> Iterator[str]:
 
 
 def _feedback_problems(leaf: Leaf, kind: str, form: WireFormat) -> Iterator[str]:
-    """Why what rounding leaves out of a sum of gradients of a leaf cannot be kept."""
+    """Say why what rounding leaves out of a sum of gradients of a leaf cannot be kept."""
     if kind == "reduce_scatter":
         yield (
             f"{kind} in {form}: each rank would keep a gradient of the whole leaf, since it rounds all of it before a "
@@ -141,7 +141,7 @@ def _feedback_problems(leaf: Leaf, kind: str, form: WireFormat) -> Iterator[str]
 
 
 def _low_rank_problems(leaf: Leaf, kind: str, form: WireFormat) -> Iterator[str]:
-    """Why a leaf cannot be summed as a product of low rank."""
+    """Say why a leaf cannot be summed as a product of low rank."""
     if leaf.compute.axes:
         yield f"{kind} in {form}: it takes rows of a matrix, and ranks compute with parts of this one; leave it out"
     elif leaf.gather_dim:

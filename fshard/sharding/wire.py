@@ -225,7 +225,7 @@ def _names(formats: Formats) -> list[str]:
 
 
 def _option_problems(reduced: list[str], block: object, rotate: object, rounding: object) -> Iterator[str]:
-    """What is wrong with options, given the names of the formats of gradients."""
+    """List what is wrong with options, given the names of the formats of gradients."""
     if type(block) is not int or block < 16 or block & (block - 1):
         yield f"block={block!r} must be a power of two, at least 16"
     if not isinstance(rotate, bool):
@@ -239,7 +239,7 @@ def _option_problems(reduced: list[str], block: object, rotate: object, rounding
 
 
 def _feedback_problems(reduced: Formats, feedback: object) -> Iterator[str]:
-    """What is wrong with feedback, given the formats of gradients."""
+    """List what is wrong with feedback, given the formats of gradients."""
     if not isinstance(feedback, bool | str):
         yield f"feedback={feedback!r} must be True, False or axes, such as 'replica'"
     elif feedback and not {*_names(reduced)} & {*BITS, POWER}:
@@ -249,7 +249,7 @@ def _feedback_problems(reduced: Formats, feedback: object) -> Iterator[str]:
 
 
 def _problems(field: str, value: object) -> list[str]:
-    """What is wrong with the value of a field."""
+    """List what is wrong with the value of a field."""
     pairs = list(value.items()) if isinstance(value, Mapping) else [("", value)]
     wrong = [f"{field}={value!r}: axes are strings"] if any(not isinstance(axes, str) for axes, _ in pairs) else []
     known = ", ".join(map(repr, NAMES))

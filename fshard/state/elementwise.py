@@ -126,7 +126,7 @@ class ShardArithmetic(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.fault = self.fault or fault
 
     def _filled(self, func: OpOverload, given: Sequence[Tensor]) -> bool:
-        """Whether all elements of the result are one value."""
+        """Tell whether all elements of the result are one value."""
         name = _name(func)
         if name in FILLED:
             return True
@@ -158,7 +158,7 @@ def _tensors(found: Any) -> list[Tensor]:
 
 
 def elementwise(func: OpOverload) -> bool:
-    """Whether an operator makes each element of its results of those at the same place in its arguments alone."""
+    """Tell whether an operator makes each element of its results of those at the same place in its arguments alone."""
     name, overload = _name(func), f"{_name(func)}.{func._overloadname}"
     if (
         overload in DIFFERENT
@@ -170,7 +170,7 @@ def elementwise(func: OpOverload) -> bool:
 
 
 def _in_place(name: str) -> bool:
-    """Whether the name is that of the in-place form of an elementwise operator."""
+    """Tell whether the name is that of the in-place form of an elementwise operator."""
     packet = getattr(torch.ops.aten, name.removesuffix("_"), None) if name.endswith("_") else None
     if packet is None:
         return False

@@ -53,7 +53,10 @@ def entries(state: TrainState, unpacked: Container[str] = ()) -> list[Entry]:
 
 
 def scalars(state: TrainState) -> Scalars:
-    """What a state holds beside tensors: step, seed, loss scale, what is carried, who began late, what is exchanged."""
+    """Return what a state holds beside tensors.
+
+    Step, seed, loss scale, what is carried, who began late, what is exchanged.
+    """
     out: Scalars = {"step": state.step, "seed": state.seed}
     if state.count:
         out |= {CARRIED: state.count}
@@ -108,7 +111,7 @@ def assemble(
 
 
 def _exchanges(values: Mapping[str, Any], shards: Sequence[Shard]) -> Exchanges | None:
-    """What replicas exchange when, if the state still has what it takes."""
+    """Return what replicas exchange when, if the state still has what it takes."""
     apart = any(ANCHOR in shard.opt for shard in shards)
     return Exchanges.read(values[EXCHANGES]) if apart and values.get(EXCHANGES) is not None else None
 

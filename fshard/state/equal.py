@@ -44,7 +44,7 @@ class Equal:
 
     @functools.cached_property
     def tiers(self) -> tuple[Texts, Texts]:
-        """What does not change from step to step."""
+        """Return what does not change from step to step."""
         head, rest = self.plan.texts
         versions = {"version of fshard": VERSION, "version of torch": str(torch.__version__)}
         told = head | versions | optimizer_texts(self.opt)
@@ -94,7 +94,7 @@ def optimizer_texts(opt: Optimizer | None) -> Texts:
 
 
 def hyper_texts(opt: Optimizer | None, plan: Plan) -> Texts:
-    """What an optimizer says of each leaf, where its own functions decide."""
+    """Return what an optimizer says of each leaf, where its own functions decide."""
     if opt is None:
         return {}
     trained = [leaf for leaf in plan.leaves.values() if leaf.trainable]
@@ -110,7 +110,7 @@ def _is_rate(value: Any) -> bool:
 
 
 def copies(state: TrainState, ranks: Mesh, exact: bool, replicas: bool = False) -> Sequence[Copy]:
-    """What this rank holds of a state, as other ranks do. Collective where the state needs that to be whole.
+    """Return what this rank holds of a state, as other ranks do. Collective where the state needs that to be whole.
 
     Args:
         state: the state.

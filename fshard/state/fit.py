@@ -90,7 +90,7 @@ def _rounded(group: Group) -> str:
 
 
 def _cut(leaf: Leaf, grain: Grain) -> list[str]:
-    """What keeps an optimizer from seeing enough of a leaf in one piece."""
+    """Return what keeps an optimizer from seeing enough of a leaf in one piece."""
     if grain == 1:
         return []
     local = [dim for dim, entry in enumerate(leaf.at_rest.dims) if entry is not None]

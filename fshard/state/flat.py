@@ -167,7 +167,7 @@ class Flat:
             leaf.__class__ = Spent
 
     def made(self, chunks: Mapping[int, Tensor]) -> "Flat":
-        """What arithmetic on this tree makes: a tree of the same kind with other chunks."""
+        """Return what arithmetic on this tree makes: a tree of the same kind with other chunks."""
         return Flat(self.form, chunks)
 
 
@@ -258,7 +258,7 @@ def each_chunk(call: Callable[..., Tensor], *flats: Flat) -> dict[int, Tensor]:
 
 
 def same_layout(a: Plan, b: Plan) -> bool:
-    """Whether the leaves of two plans lie alike."""
+    """Tell whether the leaves of two plans lie alike."""
     if a.mesh is not b.mesh or len(a.groups) != len(b.groups):
         return False
     return all(
@@ -268,5 +268,5 @@ def same_layout(a: Plan, b: Plan) -> bool:
 
 
 def _alike(a: FlatForm, b: FlatForm) -> bool:
-    """Whether trees of two forms have the same leaves at the same places."""
+    """Tell whether trees of two forms have the same leaves at the same places."""
     return a.order.paths == b.order.paths and same_layout(a.plan, b.plan)

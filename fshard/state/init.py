@@ -286,7 +286,7 @@ def refuse_rounding(plan: Plan, flat: Mapping[str, Tensor], what: str) -> None:
 
 
 def _holds(want: torch.dtype, have: torch.dtype) -> bool:
-    """Whether a dtype holds all values of another of its kind."""
+    """Tell whether a dtype holds all values of another of its kind."""
     alike = (want.is_floating_point, want.is_complex) == (have.is_floating_point, have.is_complex)
     return want == have or (alike and torch.promote_types(have, want) == want)
 

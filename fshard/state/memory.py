@@ -150,7 +150,7 @@ class StateMemory:
 
     @property
     def donated(self) -> bool:
-        """Whether a step has taken it."""
+        """Tell whether a step has taken it."""
         self._take_back()
         return self._shards is None and self._loose is None
 
@@ -197,7 +197,7 @@ class StateMemory:
         return shards
 
     def layout(self, step: int) -> Layout:
-        """What makes buffers of its trees."""
+        """Return what makes buffers of its trees."""
         if self._loose is not None:
             return self._loose
         shards = self.shards(step)
@@ -310,7 +310,7 @@ class StateMemory:
 
 
 def _viewer(plan: Plan, shards: Shards, name: str) -> Callable[[Group, int], Tensor | None]:
-    """What views one of the optimizer's buffers, leaf by leaf."""
+    """Return what views one of the optimizer's buffers, leaf by leaf."""
 
     def view(group: Group, number: int) -> Tensor | None:
         shard, owned = shards[group.id], group.owned

@@ -96,7 +96,7 @@ def reshard_state(state: TrainState, plan: Plan, opt: Optimizer) -> TrainState:
 
 
 def _scalars(state: TrainState, plan: Plan) -> Scalars:
-    """What the new state holds beside tensors: leaves that were frozen begin to train now."""
+    """Return what the new state holds beside tensors: leaves that were frozen begin to train now."""
     new = [path for path, leaf in plan.leaves.items() if leaf.trainable and not state.plan.leaves[path].trainable]
     return scalars(state) | {LATE + path: state.step for path in new}
 
@@ -109,7 +109,7 @@ def _packed(values: Tensor, form: WireFormat, entry: Entry) -> Tensor:
 
 
 def _alike(old: Entry, new: Entry) -> bool:
-    """Whether a tensor can be read from another: in rows, of which there may be other numbers, or of one shape."""
+    """Tell whether a tensor can be read from another: in rows, of which there may be other numbers, or of one shape."""
     return old.shape[bool(new.rows) :] == new.shape[bool(new.rows) :]
 
 

@@ -74,7 +74,7 @@ def narrow(leaf: Leaf, mesh: Mesh, tensor: Tensor) -> Tensor:
 
 
 def _by_rank(group: Group, leaf: Leaf, tensor: Tensor) -> Tensor:
-    """What each rank holds of a compute leaf that is cut along a dim, ``(parts, n)``."""
+    """Return what each rank holds of a compute leaf that is cut along a dim, ``(parts, n)``."""
     dim, shape = leaf.gather_dim or 0, leaf.compute_shape
     split = tensor.reshape(*shape[:dim], group.parts, shape[dim] // group.parts, *shape[dim + 1 :])
     return split.movedim(dim, 0).reshape(group.parts, math.prod(shape) // group.parts)

@@ -268,7 +268,7 @@ class TrainState:
 
 
 def _same(mine: Any, theirs: Any) -> bool:
-    """Whether two leaves are equal, bit for bit."""
+    """Tell whether two leaves are equal, bit for bit."""
     if not isinstance(mine, Tensor) or not isinstance(theirs, Tensor):
         return type(mine) is type(theirs) and bool(mine == theirs)
     if (mine.dtype, mine.shape, mine.device) != (theirs.dtype, theirs.shape, theirs.device):
@@ -334,7 +334,7 @@ def expect_state(state: Any, call: str) -> None:
 
 
 def _meant(given: Any) -> str:
-    """What somebody who gave this in the place of a state may have meant; or nothing."""
+    """Return what somebody who gave this in the place of a state may have meant; or nothing."""
     if isinstance(given, tuple) and given and isinstance(given[0], TrainState):
         return ". This is what a step returns: unpack it, state, metrics = step(state, batch)"
     return ", the state itself and not state.params" if isinstance(given, Mapping) else ""

@@ -88,7 +88,7 @@ class Track:
             guard.log(step, found)
 
     def _derived(self, metrics: Any, passed: float | None) -> dict[str, float]:
-        """What the metrics of a train step come to, of a step that ended so many seconds after the one before."""
+        """Return the numbers of a train step's metrics, of a step that ended so many seconds after the one before."""
         told = {"elements_per_second": metrics.rate(self.elements), "memory": peak_memory(self.mesh.device)}
         told["mfu"] = None if self.peak is None else metrics.mfu(self.peak)
         told["outside"] = None if passed is None else max(0.0, passed - metrics.ran.seconds)

@@ -37,7 +37,7 @@ class TimedStep(Protocol):
 
     @property
     def latest(self) -> Latest:
-        """What the latest run did, and when."""
+        """Return what the latest run did, and when."""
 
     @property
     def schedule(self) -> Schedule:

@@ -56,7 +56,10 @@ class LatestRun:
 
     @property
     def record(self) -> tuple[Op, ...]:
-        """What the latest run did on this rank, op by op. It equals ``schedule.ops`` if the program kept to it."""
+        """Return what the latest run did on this rank, op by op.
+
+        It equals ``schedule.ops`` if the program kept to it.
+        """
         return tuple(self._runner.latest.record)
 
     @property
@@ -92,7 +95,7 @@ class OneFunction(LatestRun):
     _runner: Runner
 
     def trace(self, batch: Any) -> Trace:
-        """What a run on batches like this one does, without running it. Needs no processes: any mesh will do.
+        """Return what a run on batches like this one does, without running it. Needs no processes: any mesh will do.
 
         Raises:
             PlanError: the function depends on values of tensors, so that only a real run finds its program.
@@ -136,6 +139,6 @@ class OneFunction(LatestRun):
 
     @property
     def units(self) -> str:
-        """What the units met so far run as: a graph, and which other units share it; or themselves, and why."""
+        """Return what the units met so far run as: a graph, and which other units share it; or themselves, and why."""
         cache = self._runner.programs.cache
         return "every unit runs as it is: compile=None" if cache is None else cache.text()

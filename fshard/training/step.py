@@ -126,7 +126,7 @@ class TrainStep(OneFunction):
 
     @property
     def _early(self) -> bool:
-        """Whether updates happen in the backward."""
+        """Tell whether updates happen in the backward."""
         return self._runner.in_backward
 
     def __repr__(self) -> str:
@@ -239,7 +239,7 @@ class TrainStep(OneFunction):
         )
 
     def _ran(self, batch: Any, begun: float, outcome: Outcome) -> RunReport:
-        """How the step ran on this rank, which began it at this time."""
+        """Say how the step ran on this rank, which began it at this time."""
         runner, device = self._runner, self.plan.mesh.device
         latest = runner.latest
         flops = runner.finder.flops(batch)
@@ -292,7 +292,7 @@ class TrainStep(OneFunction):
         return StateMemory(self.plan, self._handed_on(state), self._last, self._updating.shared)
 
     def _update(self, state: TrainState, rule: Callable[[], Contract]) -> Update:
-        """What the schedule applies: the update of the step before, or, in the backward, that of this step."""
+        """Return what the schedule applies: the update of the step before, or, in the backward, that of this step."""
         if self._last is not None and self._last is not state.pending:
             self._last.detach()
             self._last = None
@@ -320,7 +320,7 @@ class TrainStep(OneFunction):
             self._since = state.late
 
     def _scale_of(self, state: TrainState) -> Scale | None:
-        """Where loss scaling stands; None for a step without it."""
+        """Say where loss scaling stands; None for a step without it."""
         return None if (rule := self.options.loss_scale) is None else state.scale or rule.start()
 
     def _check_numbers(self, verdict: Verdict, step: int) -> None:

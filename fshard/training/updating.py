@@ -62,7 +62,7 @@ class Updating:
             check_late(self.opt.opt, late)
 
     def slices(self, late: Mapping[str, int]) -> dict[int, tuple[UpdateSlice, ...]]:
-        """What it updates, by group id, where some leaves have had so many updates fewer."""
+        """Return what it updates, by group id, where some leaves have had so many updates fewer."""
         found = update_slices(self.chosen, self.opt, self._limit, late)
         return {group: tuple([cut for cut in cuts if cut.limit >= 0]) for group, cuts in found.items()}
 
@@ -129,6 +129,6 @@ class Updating:
 
     @functools.cached_property
     def _layouts(self) -> dict[int, Mapping[str, BufferLayout]]:
-        """Where a state that fits keeps the optimizer's buffers, by group id."""
+        """Say where a state that fits keeps the optimizer's buffers, by group id."""
         mesh = self.plan.mesh
         return {group.id: shard_layouts(group, mesh, self.opt) for group in self.plan.groups if group.trainable}

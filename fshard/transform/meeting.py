@@ -120,7 +120,7 @@ def meeting(mesh: Mesh, batch: Any, sizes: BatchRows) -> LossMeeting:
 
 
 def _mean_row(batch: Any, loss: Loss | None, rows: BatchRows) -> list[int]:
-    """What losses with a common mean have in common, and the sizes of the batch; zeros where there is no plain mean."""
+    """Return what losses with a common mean share, and the sizes of the batch; zeros where there is no plain mean."""
     if loss is None:
         return [0] * (3 + NUMBERS)
     weighted = loss.count is not None

@@ -193,13 +193,13 @@ class _Tracks:
         return self.rows.setdefault((lane, row), len(self.rows) + 1)
 
     def names(self) -> Iterator[Event]:
-        """What the tracks are called."""
+        """Return what the tracks are called."""
         for (lane, row), tid in self.rows.items():
             yield _meta(self.pid, tid, "thread_name", lane if not row else f"{lane} ({row + 1})")
 
 
 def _memory(pid: int, run: ScheduleRun) -> Iterator[Event]:
-    """What a schedule holds, by kind, where it changes."""
+    """Return what a schedule holds, by kind, where it changes."""
     kinds, words, before = live(run.schedule), item_words(), None
     shown = [kind for kind, values in kinds.items() if any(values)]
     for span in run.device:

@@ -102,7 +102,7 @@ class Stepping:
             return
 
     def gathered(self, group: str, rank: int = 0) -> dict[str, Tensor]:
-        """What units of a rank read of a group now, by path: copies of its whole leaves.
+        """Return what units of a rank read of a group now, by path: copies of its whole leaves.
 
         Raises:
             PlanError: the group is not gathered at this op.
@@ -135,7 +135,7 @@ class Stepping:
         return {leaf.path: parts[n].detach().clone() for n, leaf in enumerate(found.leaves) if n in parts}
 
     def shard(self, group: str, rank: int = 0) -> dict[str, Tensor]:
-        """What a rank keeps of the parameters of a group, by path: copies of its parts, 1-D where they are flat.
+        """Return what a rank keeps of the parameters of a group, by path: copies of its parts, 1-D where they are flat.
 
         Raises:
             PlanError: the step has taken the state.

@@ -189,7 +189,7 @@ def _of_slice(x: Tensor, spec: P, mesh: Mesh | None) -> ShardingView:
 
 
 def _holds(piece: Piece, shape: Shape, element: int) -> bool:
-    """Whether a piece has the element with this row-major number in the whole tensor."""
+    """Tell whether a piece has the element with this row-major number in the whole tensor."""
     at, inside = element, 0
     strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
     for dim, stride in enumerate(strides):

@@ -130,7 +130,7 @@ def lanes() -> list[str]:
 
 
 def positions(ops: Sequence[Op]) -> list[float]:
-    """Where each op begins on the axis, and where the last one ends.
+    """Say where each op begins on the axis, and where the last one ends.
 
     >>> positions([Op("all_gather", "a"), Op("forward", "a"), Op("free", "a")])
     [0.0, 0.13, 1.13, 1.26]
@@ -171,7 +171,7 @@ def _owners(schedule: Schedule) -> list[dict[str, str]]:
 
 
 def _waited(ops: Sequence[Op], start: int, wait: str) -> int:
-    """Where the wait of the transfer is that begins at ``start``."""
+    """Say where the wait of the transfer is that begins at ``start``."""
     return next(n for n in range(start, len(ops)) if (ops[n].kind, ops[n].target) == (wait, ops[start].target))
 
 
@@ -194,7 +194,7 @@ def stacked(items: Iterable[Bar], character: float) -> list[tuple[Bar, int]]:
 
 
 def fits(bar: Bar, character: float) -> bool:
-    """Whether a bar's label fits into it."""
+    """Tell whether a bar's label fits into it."""
     return (len(bar.label) + 1) * character <= bar.end - bar.begin
 
 

@@ -88,7 +88,7 @@ def near(rank: int, world: int) -> Sequence[int]:
 
 
 def born(pid: int) -> str:
-    """When a process began, in ticks since the start of the system; empty if it has ended, or nobody can tell."""
+    """Say when a process began, in ticks since the start of the system; empty if it has ended, or nobody can tell."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:

@@ -108,7 +108,7 @@ def raise_failures(
 
 
 def tell_failure(comm: Communicator, failure: BaseException | None) -> list[str]:
-    """What each rank says of its failure; empty for those without one. Collective."""
+    """Return what each rank says of its failure; empty for those without one. Collective."""
     mine = "" if failure is None else raised(failure)
     told = exchange_bytes(comm, mine.encode(errors="backslashreplace")[:TEXT])
     return [text.decode(errors="replace") for text in told]

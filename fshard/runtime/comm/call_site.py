@@ -105,7 +105,7 @@ def op_of(thread: int | None = None) -> str:
 
 
 def in_program(*names: str) -> bool:
-    """Whether a step of this thread runs the user's function, in one of ``PROGRAMS`` or of those that are named."""
+    """Tell whether a step of this thread runs the user's function, in one of ``PROGRAMS`` or of those named."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         if frame.f_code.co_qualname in (names or PROGRAMS):
@@ -145,7 +145,7 @@ def line_of(error: BaseException) -> str:
 
 
 def _of_python(file: str) -> bool:
-    """Whether a file is one of the standard library. Installed packages may lie in a folder of it."""
+    """Tell whether a file is one of the standard library. Installed packages may lie in a folder of it."""
     installed = file.removeprefix(PYTHON).startswith(("site-packages", "dist-packages"))
     return file.startswith((PYTHON, "<frozen ")) and not installed
 

@@ -104,7 +104,7 @@ def mesh_of(values: Iterable[Any]) -> Mesh | None:
 
 
 def _nested() -> bool:
-    """Whether a step runs the function that makes the call: the step tells what the function raises."""
+    """Tell whether a step runs the function that makes the call: the step tells what the function raises."""
     return dispatch_mode(DispatchModeKey.FAKE) is not None or in_program()
 
 

@@ -56,7 +56,7 @@ class Transport(Protocol):
 
     @property
     def asynchronous(self) -> bool:
-        """Whether waits for collectives may return while the device still waits for other ranks."""
+        """Tell whether waits for collectives may return while the device still waits for other ranks."""
 
     def communicator(self, role: str, axes: Axes) -> Communicator:
         """The communicator of a role, such as a kind of transfer, over these axes. Collective at its first call."""

@@ -29,7 +29,7 @@ class Communicators:
 
     @property
     def transport(self) -> Transport:
-        """What joins the ranks. Raises PlanError on an abstract mesh."""
+        """Return what joins the ranks. Raises PlanError on an abstract mesh."""
         if self._transport is None:
             raise no_processes()
         return self._transport

@@ -44,7 +44,7 @@ class Copy:
 
     @property
     def loose(self) -> bool:
-        """Whether values may differ by rounding."""
+        """Tell whether values may differ by rounding."""
         return self.tensor.dtype.is_floating_point and not self.exact
 
 
@@ -110,7 +110,7 @@ def _named(comm: Communicator, copies: Sequence[Copy], hashes: Sequence[int]) ->
 
 
 def _apart(rows: Sequence[Mapping[str, int]]) -> bool:
-    """Whether ranks have different hashes of the same part."""
+    """Tell whether ranks have different hashes of the same part."""
     found: dict[str, int] = {}
     return any(found.setdefault(key, number) != number for row in rows for key, number in row.items())
 

@@ -148,13 +148,13 @@ def read_device(given: str | torch.device) -> torch.device:
 
 
 def place_of(device: torch.device) -> DevicePlace:
-    """Where this rank works, on a device that exists."""
+    """Say where this rank works, on a device that exists."""
     gpu = str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""
     return DevicePlace(str(device), socket.gethostname(), gpu)
 
 
 def problem_of(places: Sequence[DevicePlace]) -> str:
-    """What is wrong with the places of all ranks; empty if nothing is.
+    """List what is wrong with the places of all ranks; empty if nothing is.
 
     >>> print(problem_of([Place("cuda:0", "a", "GPU-1"), Place("cuda:0", "b", "GPU-2"), Place("cuda:0", "a", "GPU-1")]))
     several ranks are on one GPU:

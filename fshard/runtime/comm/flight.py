@@ -172,7 +172,7 @@ class Flight:
         replace(folder / file_name(self.rank), head + b"".join(rows[-SLOTS:]))
 
     def _folder(self) -> Path:
-        """Where records are left."""
+        """Say where records are left."""
         return self.mapped.folder if self.mapped else Path(tempfile.gettempdir(), f"fshard-{self.name}")
 
     def _leave(self, folder: Path, reason: str, kept: Kept | None) -> None:

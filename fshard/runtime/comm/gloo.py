@@ -172,7 +172,7 @@ class GlooCommunicator:
         return self.watchdog.explaining(self.ranks, self.fatal)
 
     def reason(self, peer: int) -> str:
-        """Why a peer has closed this communicator; empty if it has not, or left no note."""
+        """Say why a peer has closed this communicator; empty if it has not, or left no note."""
         return self.watchdog.notes.reason_of(f"{self.key}/{peer}") if self.key else ""
 
     def _tag(self, call: str, part: Tensor) -> int:

@@ -89,7 +89,7 @@ def as_torchrun(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def _joined(environment: Mapping[str, str], one: Launcher) -> dict[str, str]:
-    """What torchrun would have set for a process of this launcher."""
+    """Return what torchrun would have set for a process of this launcher."""
     world, rank = _number(environment, one.size, 1), _number(environment, one.rank, -1)
     if not 0 <= rank < world:
         given = environment.get(one.rank, "not set")

@@ -111,7 +111,7 @@ def _unpack(ranges: Sequence[Tensor], form: WireFormat, out: Tensor, add: int, k
 
 
 def _direct(out: Tensor, add: int) -> bool:
-    """Whether what is unpacked needs no memory of its own."""
+    """Tell whether what is unpacked needs no memory of its own."""
     return out.dtype == torch.float32 and not add
 
 

@@ -92,7 +92,7 @@ class ProcessTransport:
 
     @property
     def asynchronous(self) -> bool:
-        """Whether the device may wait for other ranks while the host does not."""
+        """Tell whether the device may wait for other ranks while the host does not."""
         return self.backend == "nccl"
 
     def communicator(self, role: str, axes: Axes) -> Communicator:
@@ -279,13 +279,13 @@ class ProcessTransport:
         return group
 
     def store_name(self) -> str:
-        """What names this mesh in the store. Collective at its first call."""
+        """Return what names this mesh in the store. Collective at its first call."""
         if self.backend != "fake":
             bounded(self._base, self.watchdog.timeout + GRACE, "naming a part of the mesh")
         return self.watchdog.name
 
     def _name(self, group: Any) -> str:
-        """What names a process group in the store, as all of its ranks name it."""
+        """Return what names a process group in the store, as all of its ranks name it."""
         return str(group.group_name)
 
     def _connect(self, parts: Sequence[tuple[int, ...]]) -> tuple[list[PeerLink | None] | None, set[tuple[int, ...]]]:

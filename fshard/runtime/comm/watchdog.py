@@ -71,7 +71,10 @@ class Told:
     next: float = 0.0
 
     def due(self, stamp: Stamp | None, tick: float, early: float) -> bool:
-        """Whether to look where the program is: after some seconds at one stamp, after twice as many, and so on."""
+        """Tell whether to look where the program is.
+
+        After some seconds at one stamp, after twice as many, and so on.
+        """
         if stamp is None or stamp != self.stamp:
             self.stamp, self.seconds, self.next = stamp, 0.0, early
             return False

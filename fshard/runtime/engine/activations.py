@@ -122,7 +122,7 @@ class Activations(TorchDispatchMode):
 
     @contextmanager
     def outside(self) -> Iterator[None]:
-        """What is made inside does not count."""
+        """Return what is made inside does not count."""
         before, self.paused = self.paused, True
         try:
             yield
@@ -138,7 +138,7 @@ class Activations(TorchDispatchMode):
         self.needs.append(self.take())
 
     def take(self) -> Need:
-        """What was needed since the turn before."""
+        """Return what was needed since the turn before."""
         need = Need(self.peak, self.live, self.flops, self.moved, self.bare.peak())
         self.peak, self.flops, self.moved = self.live, 0, 0
         self.bare.begin(self.live)

@@ -20,7 +20,7 @@ STEERING = (bool, int, str, bytes, type(None))
 
 
 def signature(batch: Any) -> Hashable:
-    """What of a batch may decide which units run: its structure and the leaves that are not tensors."""
+    """Return what of a batch may decide which units run: its structure and the leaves that are not tensors."""
     leaves, spec = tree.flatten(batch)
     steering = tuple([(type(x).__name__, x) for x in leaves if isinstance(x, STEERING)])
     return spec, steering
@@ -32,7 +32,7 @@ def leading_dims(batch: Any) -> tuple[int, ...]:
 
 
 def along_rows(spec: P) -> bool:
-    """Whether ranks share the samples of a batch along dim 0, as far as its spec says."""
+    """Tell whether ranks share the samples of a batch along dim 0, as far as its spec says."""
     return not spec.axes or bool(axes_of(spec.dims[0]))
 
 
@@ -312,7 +312,10 @@ def check_device(batch: Any, device: torch.device) -> None:
 
 
 def _apart(x: Tensor, device: torch.device) -> bool:
-    """Whether a tensor cannot be used with parameters on a device. A device without a number is any of its kind."""
+    """Tell whether a tensor cannot be used with parameters on a device.
+
+    A device without a number is any of its kind.
+    """
     if x.device.type != device.type:
         return bool(x.ndim)
     return device.index is not None and x.device.index is not None and x.device.index != device.index

@@ -54,10 +54,10 @@ class Executor(Protocol):
         """The compute op is over: start what can run beside the code that follows."""
 
     def readable(self, groups: Sequence[int]) -> bool:
-        """Whether all of these groups can be read now."""
+        """Tell whether all of these groups can be read now."""
 
     def outside(self, group: int) -> bool:
-        """Whether code outside of units may read this group."""
+        """Tell whether code outside of units may read this group."""
 
 
 class Traits(NamedTuple):

@@ -43,7 +43,7 @@ MOST = 12
 
 
 def needs_values(error: Exception) -> bool:
-    """Whether a program failed on tensors without data because they have none."""
+    """Tell whether a program failed on tensors without data because they have none."""
     text = str(error) if isinstance(error, RuntimeError | TypeError) else ""
     # Some derivatives of fake tensors are on the meta device, such as those of a vmap of a Hessian.
     lost = "at least two devices" in text and "meta" in text
@@ -78,7 +78,7 @@ class FakeFallback(TorchDispatchMode):
 
 
 def _on_zeros(func: Any, args: Any, kwargs: Any) -> tuple[Any] | None:
-    """What the kernel returns for zeros; None if it raises."""
+    """Return what the kernel returns for zeros; None if it raises."""
     with unset_fake_temporarily():
         try:
             return (func(*tree.mapped(_zeros, args), **tree.mapped(_zeros, kwargs)),)

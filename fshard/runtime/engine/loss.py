@@ -69,13 +69,13 @@ def _count(head: Any) -> Tensor | float | None:
 
 
 def _shaped(value: Any) -> str:
-    """What a part of an ``fs.Mean`` is, and its shape."""
+    """Return what a part of an ``fs.Mean`` is, and its shape."""
     shape = f" of shape {list(value.shape)}" if isinstance(value, Tensor) else ""
     return f"{type(value).__name__}{shape}"
 
 
 def _instead(head: Any, total: Any) -> str:
-    """What was returned in the place of a loss, and where it may come from."""
+    """Return what was returned in the place of a loss, and where it may come from."""
     name = type(total).__name__
     if isinstance(head, Mean):
         return f"{name}, not a tensor, in fs.Mean(total, count), whose total comes first"
@@ -129,7 +129,7 @@ def detached(value: Any) -> Any:
 
 
 def no_aux(aux: Any) -> bool:
-    """Whether auxiliary values are the empty dict of a function that returned a loss alone."""
+    """Tell whether auxiliary values are the empty dict of a function that returned a loss alone."""
     return isinstance(aux, dict) and not aux
 
 
@@ -139,7 +139,7 @@ def means_of(aux: Any) -> list[Mean]:
 
 
 def fingerprint(aux: Any) -> tuple[int, int]:
-    """How many ``Mean`` leaves auxiliary values have, and a hash of their names."""
+    """Return how many ``Mean`` leaves auxiliary values have, and a hash of their names."""
     leaves = tree.leaves(aux)
     if not any(isinstance(leaf, Mean) for leaf in leaves):
         return 0, 0
@@ -175,7 +175,7 @@ def _scalar_parts(mean: Mean) -> bool:
 
 
 def is_scalar(value: Any) -> bool:
-    """Whether a value is a 0-dim floating tensor."""
+    """Tell whether a value is a 0-dim floating tensor."""
     return isinstance(value, Tensor) and value.ndim == 0 and value.dtype.is_floating_point
 
 

@@ -38,12 +38,12 @@ class Origins:
     paused: bool = False
 
     def told(self) -> str:
-        """What an error says of them; empty where nothing was found."""
+        """Return what an error says of them; empty where nothing was found."""
         return "; ".join(f"the first {kind} comes from {text}" for kind, text in self.found.items())
 
     @contextmanager
     def pause(self) -> Iterator[None]:
-        """What runs inside is not the program's."""
+        """Return what runs inside is not the program's."""
         before, self.paused = self.paused, True
         try:
             yield
@@ -89,7 +89,7 @@ def _writes_what_is_given(func: Any) -> bool:
 
 
 def _any(kind: str, values: Iterable[Any]) -> bool:
-    """Whether any element of these tensors is of a kind. Tensors that cannot be asked have none."""
+    """Tell whether any element of these tensors is of a kind. Tensors that cannot be asked have none."""
     for value in values:
         if isinstance(value, float) and kind in str(value):
             return True

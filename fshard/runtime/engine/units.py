@@ -37,7 +37,10 @@ class UnitReads:
         self.sinks = [(g, numbers, [slots.groups[g].leaves[n] for n in numbers]) for g, numbers in trained]
 
     def told(self, unit: str, plan: Plan) -> str:
-        """What to say of an error inside of the unit: its author sees sizes of parts there, and specs elsewhere."""
+        """Return what to say of an error inside of the unit.
+
+        Its author sees sizes of parts there, and specs elsewhere.
+        """
         leaves = [plan.leaves[path] for path in self.paths]
         rows = [
             f"  {leaf.path}  {list(leaf.shape)}: {list(leaf.compute_shape)}, by {leaf.compute}"
@@ -165,7 +168,7 @@ _NONE = frozenset((None,))
 
 
 def bare(leaves: Sequence[Tensor]) -> bool:
-    """Whether no leaf has a gradient. All leaves are asked several times a step."""
+    """Tell whether no leaf has a gradient. All leaves are asked several times a step."""
     return _NONE.issuperset(map(GRAD, leaves))
 
 

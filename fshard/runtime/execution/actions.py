@@ -171,7 +171,7 @@ class Actions:
         self.second.clear()
 
     def bind(self, ops: Sequence[Op]) -> list[Run | None]:
-        """What to call for each op; None for those that the executor performs itself."""
+        """Return what to call for each op; None for those that the executor performs itself."""
         by_name = {slots.group.name: slots for slots in self.slots.groups}
         verbs = self._verbs()
         return [self._bound(op, by_name[op.target], verbs) if op.target in by_name else None for op in ops]

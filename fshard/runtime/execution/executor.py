@@ -77,11 +77,11 @@ class Scheduled:
         """Nothing to add: the schedule holds it."""
 
     def readable(self, groups: Sequence[int]) -> bool:
-        """Whether all of these groups can be read now."""
+        """Tell whether all of these groups can be read now."""
         return self.actions.readable.issuperset(groups)
 
     def outside(self, group: int) -> bool:
-        """Whether the schedule keeps this group for code outside of units."""
+        """Tell whether the schedule keeps this group for code outside of units."""
         return group in self.route.schedule.program.reads[ROOT]
 
     def finish(self) -> None:
@@ -236,12 +236,12 @@ class OnDemand:
         """Nothing runs ahead on demand."""
 
     def readable(self, groups: Sequence[int]) -> bool:
-        """What was gathered stays."""
+        """Return what was gathered stays."""
         self.again.note(groups)
         return self.actions.readable.issuperset(groups)
 
     def outside(self, group: int) -> bool:
-        """What is gathered is there for everybody. A schedule must know who reads it."""
+        """Return what is gathered is there for everybody. A schedule must know who reads it."""
         self.glue[group] = None
         return True
 

@@ -109,7 +109,7 @@ def begin(mesh: Mesh, executor: Scheduled | OnDemand) -> None:
 
 
 def executor_of(mesh: Mesh) -> ExecutorMaker:
-    """What runs schedules on this rank.
+    """Return what runs schedules on this rank.
 
     Ops are noted in a mapped file where ``FSHARD_RECORD`` asked for that when the mesh was made. While torch.profiler
     is on, or ``torch.autograd.profiler.emit_nvtx``, each of them is a range.

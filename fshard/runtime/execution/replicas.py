@@ -41,7 +41,7 @@ class ReplicaBuffers:
 
     @property
     def residual(self) -> Residual:
-        """What is left out of sums."""
+        """Return what is left out of sums."""
         return Residual(self.before[RESIDUAL], self.factor, self.after[RESIDUAL])
 
     def alone(self, own: Tensor) -> None:

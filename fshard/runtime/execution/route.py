@@ -18,7 +18,7 @@ class ScheduleActions(Protocol):
     """The groups that units can read now."""
 
     def bind(self, ops: Sequence[Op]) -> list[Run | None]:
-        """What to call for each op; None for computes, updates, the handshake and the consensus."""
+        """Return what to call for each op; None for computes, updates, the handshake and the consensus."""
 
     def apply(self, groups: Sequence[int]) -> None:
         """Update these groups."""

@@ -52,7 +52,7 @@ class Shard:
 
     @property
     def held(self) -> Tensor:
-        """What all ranks hold of the elements that this rank updates."""
+        """Return what all ranks hold of the elements that this rank updates."""
         return self.param if self.part is None else self.param[self.part[0] : self.part[1]]
 
     def with_param(self, param: Tensor) -> "Shard":
@@ -62,7 +62,7 @@ class Shard:
 
     @property
     def form(self) -> tuple[Mapping[str, BufferLayout], tuple[int, int] | None]:
-        """Where its buffers and its part lie."""
+        """Say where its buffers and its part lie."""
         return self.layouts, self.part
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -245,7 +245,7 @@ class Gradients:
 
 
 def gradients_of(plan: Plan, memory: StepMemory, slices: Mapping[int, tuple[UpdateSlice, ...]]) -> Gradients:
-    """What becomes of the gradients of a step.
+    """Return what becomes of the gradients of a step.
 
     Args:
         plan: the plan.

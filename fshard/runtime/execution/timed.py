@@ -55,7 +55,7 @@ EMPTY = 200
 
 
 def readings() -> tuple[Reading, Reading]:
-    """What an op that does nothing seems to take, and what lies between it and the next: the clocks themselves.
+    """Return what an op that does nothing seems to take, and what lies between it and the next: the clocks themselves.
 
     Those of threads and processes are calls of the kernel. With some sixty ops in ten milliseconds they are two
     hundredths of a step.

@@ -112,7 +112,7 @@ class PendingUpdate:
             self.grads = self.grads.copied(self.waiting)
 
     def _apart(self, groups: Sequence[int]) -> list[int]:
-        """Which of these groups are updated one at a time: rounded, or kept elsewhere than they are updated."""
+        """Say which of these groups are updated one at a time: rounded, or kept elsewhere than they are updated."""
         rounded = self.rounding.groups if self.rounding is not None else ()
         stagings = self.grads.stagings
         return [group for group in groups if group in rounded or group in stagings] if rounded or stagings else []
@@ -170,7 +170,7 @@ class Several:
 
     @property
     def broken(self) -> str:
-        """How an update rule failed, if it had written something by then."""
+        """Say how an update rule failed, if it had written something by then."""
         return next((part.broken for part in self.parts if part.broken), "")
 
     def refuse(self, why: str) -> None:
@@ -229,7 +229,7 @@ class Update:
 
     @property
     def begun(self) -> bool:
-        """Whether a group was updated."""
+        """Tell whether a group was updated."""
         return self.pending is not None and len(self.pending.waiting) < len(self.pending.groups)
 
     def apply(self, groups: Sequence[int]) -> None:

@@ -48,7 +48,7 @@ SAMPLE = 1 << 14
 
 
 def state_needs(plan: Plan, opt: Contract, limit: Limit, donate: bool) -> StateNeeds:
-    """What steps take on the device for what they update, beside one state.
+    """Return what steps take on the device for what they update, beside one state.
 
     Args:
         plan: the plan.
@@ -69,7 +69,7 @@ def _state_bytes(mesh: Mesh, group: Group, opt: Contract) -> int:
 
 
 def update_needs(plan: Plan, opt: Contract, limit: Limit = lambda path: 0) -> dict[int, Need]:
-    """What the update of each group needs where it runs, for its duration, on the rank that needs most of each.
+    """Return what the update of each group needs where it runs, for its duration, on the rank that needs most of each.
 
     What it copies between the device and the memory of its host comes and goes. Where an optimizer reads values of
     tensors, it is not known what it makes for itself: then what is copied from host memory counts alone.
@@ -98,7 +98,7 @@ def _alike(group: Group, opt: Contract, limit: Limit, rounded: bool) -> Hashable
 
 
 def _most(plan: Plan, group: Group, opt: Contract, limit: Limit, rounded: bool) -> Need:
-    """What the update of one group needs, on the rank that needs most."""
+    """Return what the update of one group needs, on the rank that needs most."""
     copied, fullest = _copied(plan.mesh, group, opt), [*_fullest(plan.mesh, group, opt, limit)]
     needs = [_need(plan, mesh, group, opt, cuts, rounded) for mesh, cuts in fullest]
     peak = max([copied, *(need.peak for need in needs if need.peak > NUMBERS)])
@@ -136,7 +136,7 @@ def _fullest(mesh: Mesh, group: Group, opt: Contract, limit: Limit) -> Iterator[
 
 
 def _need(plan: Plan, mesh: Mesh, group: Group, opt: Contract, cuts: Cuts, rounded: bool, staged: bool = True) -> Need:
-    """What the update of one group needs on one rank."""
+    """Return what the update of one group needs on one rank."""
     plan = replace(plan, mesh=mesh)
     rounding = Rounding(plan, 0, frozenset([group.id])) if rounded else None
     scale = [None] * (1 + max([cut.limit for cut in cuts]))
@@ -167,7 +167,10 @@ def _without_data(
 
 
 def _sampled(group: Group, opt: Contract, cuts: Cuts) -> Need:
-    """What a rule that reads values needs: what it does for a few zeros, to scale; nothing if that fails, too."""
+    """Return what a rule that reads values needs.
+
+    What it does for a few zeros, to scale; nothing if that fails, too.
+    """
     peak, flops, moved = 0, 0, 0
     for hyper in {cut.hyper: None for cut in cuts if isinstance(opt.grain(cut.hyper), int)}:
         numel = sum([cut.end - cut.begin for cut in cuts if cut.hyper == hyper])

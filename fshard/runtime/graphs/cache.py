@@ -187,7 +187,7 @@ class Graphs:
     def _form(
         self, site: Site, key: Key, unit: Unit, name: str, params: Any, leaves: Any, paths: Sequence[str], args: Any
     ) -> GraphForm:
-        """What calls with a new key run."""
+        """Return what calls with a new key run."""
         if sum(map(len, site.found.values())) >= MANY:
             self.cache.note(name, GIVEN_UP)
             return GraphForm(NOTHING)
@@ -224,7 +224,7 @@ class Graphs:
         )
 
     def _reason(self, name: str, leaves: list[Tensor], paths: Sequence[str], args: Any) -> str:
-        """Why a call cannot be a graph, whatever its unit computes; empty if it can."""
+        """Say why a call cannot be a graph, whatever its unit computes; empty if it can."""
         if name in self.inner:
             return "the program differentiates it itself, inside of the loss"
         values = tree.leaves(args)
@@ -253,7 +253,7 @@ def _without_repeats(values: Sequence[Any]) -> list[Any]:
 
 
 def _ordinary(x: Any) -> bool:
-    """Whether a value is a plain strided tensor."""
+    """Tell whether a value is a plain strided tensor."""
     plain = type(x) in (Tensor, torch.nn.Parameter) and x.layout is torch.strided and not x.is_quantized
     return plain and not (x.is_conj() or x.is_neg())
 
@@ -291,7 +291,7 @@ def _settings() -> Key:
 
 
 def _observer() -> str:
-    """What observes single ops, and so must see the unit's own; empty if there is nothing."""
+    """Return what observes single ops, and so must see the unit's own; empty if there is nothing."""
     if peek_interpreter_stack() is not None:
         return TRANSFORMED
     if saved_tensors_hooks(False) is not None:

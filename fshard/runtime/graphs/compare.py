@@ -41,7 +41,7 @@ class Differs(Exception):  # noqa: N818 - not an error: the unit runs eagerly
 def difference(
     graph: Graph, pattern: Tangents, paths: Sequence[str], leaves: Sequence[Tensor], inputs: Sequence[Tensor]
 ) -> str:
-    """What a call of the graph computes differently from the unit's Python, and by how much; empty if nothing.
+    """Return what a call of the graph computes differently from the unit's Python, and by how much; empty if nothing.
 
     Gradients start with strides of ``pattern``, for which the graph has a variant.
     """
@@ -73,7 +73,7 @@ class _Trial:
     inputs: Sequence[Tensor]
 
     def run(self, call: Callable[[], Computed]) -> tuple[Computed, list[Tensor]]:
-        """What a call computes, and the states of the random generators after it."""
+        """Return what a call computes, and the states of the random generators after it."""
         with restored(self.graph, [*self.leaves, *self.inputs]) as states:
             return call(), states()
 
@@ -168,7 +168,10 @@ def _named(outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> Computed:
 
 
 def apart(want: Tensor | None, got: Tensor | None, exact: bool) -> str:
-    """How the graph's tensor differs from the unit's; empty if it does not, or within the tolerance. None is zeros."""
+    """Say how the graph's tensor differs from the unit's; empty if it does not, or within the tolerance.
+
+    None is zeros.
+    """
     if want is None or got is None:
         known = want if want is not None else got
         if known is None or not known.any():
@@ -183,7 +186,7 @@ def apart(want: Tensor | None, got: Tensor | None, exact: bool) -> str:
 
 
 def _elements_apart(want: Tensor, got: Tensor, exact: bool) -> str:
-    """How the elements of tensors of one shape and dtype differ; see ``apart``."""
+    """Say how the elements of tensors of one shape and dtype differ; see ``apart``."""
     if not (want.is_floating_point() or want.is_complex()):
         count, size = int((want != got).sum()), want.numel()
         few = count <= (0 if exact else max(1, FLIPS * size))
@@ -258,7 +261,7 @@ def restored(graph: Graph, tensors: Sequence[Tensor]) -> Iterator[Callable[[], l
 def strays(
     graph: Graph, variant: Variant, params: Any, saved: Sequence[Tensor], grads: Sequence[Tensor | None]
 ) -> bool:
-    """Whether a further backward computes something else than the backward that was compared with the unit."""
+    """Tell whether a further backward computes something else than the backward that was compared with the unit."""
     found, usual = [], graph.proved
     with kernels_only():
         for one, tangents in ((usual, graph.as_usual(grads)), (variant, [g for g in grads if g is not None])):

@@ -61,7 +61,7 @@ def _decomposed(joint: Joint) -> fx.GraphModule:
 
 
 def _from_cpp(joint: Joint) -> bool:
-    """Whether kernels are called from C++, which takes the host half the time of calls from Python.
+    """Tell whether kernels are called from C++, which takes the host half the time of calls from Python.
 
     Not on CUDA, where that needs the headers of its toolkit, and compiles twice. Not measured there yet.
     """
@@ -127,7 +127,10 @@ class _Compiled:
 
 
 def _order(backward: fx.GraphModule, leaves: Mapping[str, int], saved: Sequence[str]) -> list[int]:
-    """What a backward takes before the tangents: numbers below zero count leaves, those from 0 what was saved."""
+    """Return what a backward takes before the tangents.
+
+    Numbers below zero count leaves, those from 0 what was saved.
+    """
     place = {name: -1 - number for name, number in leaves.items()}
     place |= {name: number for number, name in enumerate(saved)}
     taken = (node.name for node in backward.graph.find_nodes(op="placeholder"))

@@ -66,7 +66,7 @@ def _write(graph: fx.GraphModule, written: Sequence[int]) -> None:
 
 
 def _functions(what: str, form: WireFormat) -> tuple[Callable[..., tuple[Tensor, ...]], tuple[int, ...]]:
-    """What a kernel computes of rows, codes and scales, and the numbers of the arguments that it writes."""
+    """Return what a kernel computes of rows, codes and scales, and the numbers of the arguments that it writes."""
     largest, whole = form.largest, form.name == "int8"
     assert largest is not None
 

@@ -106,14 +106,14 @@ def _storages(nodes: Iterable[fx.Node]) -> set[int]:
 
 
 def is_view(node: fx.Node) -> bool:
-    """Whether a node returns one tensor, a view of its argument."""
+    """Tell whether a node returns one tensor, a view of its argument."""
     op = node.target
     views = isinstance(op, OpOverload) and (op.is_view or op in RESHAPES)
     return views and isinstance(value(node), Tensor)
 
 
 def is_pure(node: fx.Node) -> bool:
-    """Whether a node may be dropped if its result is not read."""
+    """Tell whether a node may be dropped if its result is not read."""
     if node.op == "get_attr" or not isinstance(node.target, OpOverload):
         return True
     # Batch normalization writes its running statistics without declaring it.
@@ -121,7 +121,7 @@ def is_pure(node: fx.Node) -> bool:
 
 
 def draws(node: fx.Node) -> bool:
-    """Whether a node draws random numbers. Attention may, and does not without dropout, nor in its backward.
+    """Tell whether a node draws random numbers. Attention may, and does not without dropout, nor in its backward.
 
     Some backwards of attention are tagged like draws. They make the mask of the forward again from the seed and offset
     that it has returned (``philox_seed``, ``philox_offset``), and advance no generator.
@@ -176,12 +176,12 @@ def _bases(node: fx.Node) -> Iterable[fx.Node]:
 
 
 def _view(x: Tensor) -> tuple[Any, ...]:
-    """What tells views of one tensor apart."""
+    """Return what tells views of one tensor apart."""
     return x.shape, x.stride(), x.storage_offset(), x.dtype, lazy(x)
 
 
 def lazy(x: Tensor) -> tuple[bool, bool]:
-    """Whether a tensor is lazily conjugated, and lazily negated: a view may differ from its base in this alone."""
+    """Tell whether a tensor is lazily conjugated, and lazily negated: a view may differ from its base in this alone."""
     return x.is_conj(), x.is_neg()
 
 

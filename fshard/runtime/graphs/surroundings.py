@@ -106,7 +106,7 @@ class Surroundings:
             self.space[f"v{number}"] = value
 
     def holds(self) -> bool:
-        """Whether all values are equal to those of the trace; equal numbers may be other objects."""
+        """Tell whether all values are equal to those of the trace; equal numbers may be other objects."""
         if self.same():
             return True
         if self.changed():

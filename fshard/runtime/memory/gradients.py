@@ -35,7 +35,7 @@ class GradientBuffers:
 
     @property
     def offloaded(self) -> bool:
-        """Whether the update reads it in host memory."""
+        """Tell whether the update reads it in host memory."""
         return self.home is not self.own
 
 

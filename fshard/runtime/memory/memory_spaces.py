@@ -83,7 +83,7 @@ class UpdateStaging:
 
 
 def update_stagings(plan: Plan) -> dict[int, UpdateStaging]:
-    """How updates stage what they write, by group id; groups that need no staging are left out."""
+    """Say how updates stage what they write, by group id; groups that need no staging are left out."""
     return {group.id: _update_staging(group, plan.mesh) for group in plan.groups if group.update_staged}
 
 

@@ -128,7 +128,7 @@ def beside_bytes(group: Group, mesh: Mesh, opt: Contract) -> int:
 
 
 def left_by_sums(group: Group) -> list[tuple[str, int]]:
-    """What a sum over a group's replicas leaves for the next one: the names of buffers, and their elements."""
+    """Return what a sum over a group's replicas leaves for the next one: the names of buffers, and their elements."""
     found = [(RESIDUAL, group.owned.chunk)] if group.feedback else []
     return found + ([(BASIS, _basis_layout(group.owned, rank).length)] if (rank := rank_of(group)) else [])
 

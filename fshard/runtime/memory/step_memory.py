@@ -67,7 +67,7 @@ class StepMemory:
 
     @functools.cached_property
     def offload(self) -> Offload:
-        """What copies to and from host memory."""
+        """Return what copies to and from host memory."""
         return Offload(self.plan.mesh)
 
     def allocate(self) -> None:

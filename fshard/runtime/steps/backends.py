@@ -39,7 +39,7 @@ def make_cache(backend: str | None) -> "Cache | None":
 
 
 def packing_kernels(cache: "Cache | None") -> Kernels:
-    """What packs wire formats in steps of a backend."""
+    """Return what packs wire formats in steps of a backend."""
     return no_kernels if cache is None else cache.packing
 
 

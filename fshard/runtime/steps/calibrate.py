@@ -19,7 +19,7 @@ from fshard.schedule.schedule import Schedule
 
 
 def op_times(watches: Sequence[Stopwatch], count: int) -> list[list[OpTime]]:
-    """What the ops of some steps took, less what reading the clocks did; nothing of a step that left its schedule.
+    """Return what the ops of some steps took, less what clocks took; nothing of a step that left its schedule.
 
     Args:
         watches: one for each step.
@@ -45,7 +45,10 @@ def _less(begin: Reading, end: Reading, read: Reading) -> list[float]:
 
 
 def steps_in(comms: Communicators, span: float, seconds: float) -> int:
-    """How many steps take so long, on the rank that takes longest for one. Collective, and the same on all ranks."""
+    """Return how many steps take so long, on the rank that takes longest for one.
+
+    Collective, and the same on all ranks.
+    """
     row = torch.tensor([seconds], dtype=torch.float64, device="cpu")
     return math.ceil(span / max(float(exchange(comms.control, row).max()), 1e-6))
 
@@ -123,7 +126,7 @@ Place = tuple[str, frozenset[int]]
 
 
 def place() -> str:
-    """Where this rank is, as text."""
+    """Say where this rank is, as text."""
     known = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
     return f"{sum(1 << number for number in known):x} {socket.gethostname()}"
 
@@ -149,7 +152,7 @@ def processors(places: Sequence[Place]) -> float:
 
 
 def machine(places: Sequence[Place]) -> str:
-    """What costs were measured on, in words."""
+    """Return what costs were measured on, in words."""
     threads, hosts = torch.get_num_threads(), [host for host, _ in places]
     together, count = max(map(hosts.count, hosts)), round(processors(places) * len(places))
     return (

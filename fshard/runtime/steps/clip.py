@@ -31,12 +31,12 @@ class Clip:
 
     @property
     def apart(self) -> bool:
-        """Whether there are several norms."""
+        """Tell whether there are several norms."""
         return len(self.rules) > 1
 
     @property
     def clips(self) -> bool:
-        """Whether anything is clipped."""
+        """Tell whether anything is clipped."""
         return any(limit is not None for _, limit in self.rules)
 
     def number(self, path: str) -> int:
@@ -44,12 +44,12 @@ class Clip:
         return next(i for i, (pattern, _) in enumerate(self.rules) if re.fullmatch(pattern, path))
 
     def factors(self, norms: Sequence[float]) -> list[float]:
-        """What the gradients of each rule are multiplied by, as ``torch.nn.utils.clip_grad_norm_`` does."""
+        """Return what the gradients of each rule are multiplied by, as ``torch.nn.utils.clip_grad_norm_`` does."""
         pairs = zip(self.rules, norms, strict=True)
         return [1.0 if limit is None else min(1.0, limit / (norm + 1e-6)) for (_, limit), norm in pairs]
 
     def divisors(self, scale: float, norms: Sequence[float]) -> list[float | None]:
-        """What gradients are divided by, for each rule: ``None`` for 1.
+        """Return what gradients are divided by, for each rule: ``None`` for 1.
 
         Args:
             scale: what they are multiplied by first.
@@ -64,7 +64,7 @@ def divisor(factor: float) -> float | None:
 
 
 def read_clip(value: Any, plan: Plan) -> Clip:
-    """What ``clip_norm=`` of a train step says.
+    """Return what ``clip_norm=`` of a train step says.
 
     Raises:
         PlanError: an invalid limit, a pattern that decides no trained leaf, a trained leaf without a rule.
@@ -111,7 +111,7 @@ def _check_rules(clip: Clip, plan: Plan) -> None:
 
 
 def _meant(pattern: str, paths: Sequence[str]) -> str:
-    """What a pattern that decides nothing was meant to be; or nothing, if earlier ones take what it matches."""
+    """Return what a pattern that decides nothing was meant to be; or nothing, if earlier ones take what it matches."""
     return "" if any(re.fullmatch(pattern, path) for path in paths) else meant_by(pattern, paths)
 
 
@@ -127,7 +127,7 @@ def norms_by_rule(rules: int, plan: Plan, grads: Gradients) -> list[RuleNorms]:
 
 
 def skipped(comm: Communicator, skip: Any, metrics: Any) -> tuple[list[int], BaseException | None]:
-    """What each rank's predicate says of this step: 0 to make it, 1 to skip it, 2 if it raised. Collective."""
+    """Return what each rank's predicate says of this step: 0 to make it, 1 to skip it, 2 if it raised. Collective."""
     mine, failure = 0, None
     try:
         mine = int(bool(skip(metrics)))

@@ -218,7 +218,7 @@ def consensus(
 
 
 def _beyond(rows: Sequence[Sequence[float]], width: int) -> list[Sequence[float]]:
-    """What follows the numbers that are summed, by rank."""
+    """Return what follows the numbers that are summed, by rank."""
     return [row[width:] for row in rows]
 
 

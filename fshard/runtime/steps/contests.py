@@ -49,7 +49,7 @@ class Contest:
 
     @property
     def over(self) -> bool:
-        """Whether ranks have to meet: the round is over, or goes on without some."""
+        """Tell whether ranks have to meet: the round is over, or goes on without some."""
         return bool(self.failed) or len(self.seconds) >= self.round.steps
 
     def note(self, times: Sequence[float], watch: Stopwatch | None) -> None:
@@ -63,7 +63,7 @@ class Contest:
 
     @property
     def dispensable(self) -> bool:
-        """Whether the next step's policy is not foresight's choice, which would run without a contest, too."""
+        """Tell whether the next step's policy is not foresight's choice, which would run without a contest, too."""
         return self.schedule.policy != self.foreseen
 
     def fail(self) -> None:
@@ -82,7 +82,7 @@ class Contest:
         return self._following(replace(choice, measured=measured), self.round.after(seconds))
 
     def _following(self, choice: Choice, on: Round) -> "tuple[Choice, Contest | None]":
-        """What follows if these go on: another round, or the winner."""
+        """Return what follows if these go on: another round, or the winner."""
         if len(on.contenders) > 1:
             return choice, Contest(on, self.foreseen)
         return replace(choice, schedule=on.contenders[0].schedule), None

@@ -52,13 +52,13 @@ class Decisions:
         return self.opt.steps or 1
 
     def updates(self, step: int) -> bool:
-        """Whether this step, counted from 0, updates; with ``fs.optim.every`` most accumulate their gradients."""
+        """Tell whether this step, counted from 0, updates; with ``fs.optim.every`` most accumulate their gradients."""
         return (step + 1) % self.every == 0
 
     def accumulated(
         self, step: int, count: float, shards: Sequence[Shard], loss_scale: float
     ) -> Mapping[int, tuple[Tensor, float]]:
-        """What earlier steps accumulated, where this one updates, and times what it is added, by group id.
+        """Return what earlier steps accumulated, where this one updates, and times what it is added, by group id.
 
         Args:
             step: the step, counted from 0.
@@ -72,7 +72,7 @@ class Decisions:
         return {group: (shards[group].opt[CARRIED], factor) for group in self.grads.update_slices}
 
     def feedback(self, summed: bool | None, loss_scale: float) -> float:
-        """What residuals are multiplied by when they are added to gradients, before these are summed.
+        """Return what residuals are multiplied by when they are added to gradients, before these are summed.
 
         Args:
             summed: whether they are of sums over the elements of ``fs.Mean``, and not of means; None for none.
@@ -81,7 +81,7 @@ class Decisions:
         return (1.0 if summed else self.parts) * loss_scale / self.divisor
 
     def summed(self, step: int, summed: bool | None, verdict: Verdict) -> bool | None:
-        """Whether residuals after this step are of sums over the elements of ``fs.Mean``; None where there are none.
+        """Tell whether residuals after this step are of sums over elements of ``fs.Mean``; None without residuals.
 
         Raises:
             LossError: those before are of the other kind.
@@ -122,7 +122,7 @@ class Decisions:
         return 0.0 if self.updates(step) else count + verdict.count
 
     def mean(self, step: int, count: float, verdict: Verdict) -> float:
-        """What sums of gradients are multiplied by to become those of the mean over all that they were taken of.
+        """Return what sums of gradients are multiplied by to become those of the mean over all that they were taken of.
 
         Args:
             step: the step, counted from 0.
@@ -146,7 +146,7 @@ class Decisions:
         return verdict.norm if scale == verdict.scale else verdict.norm / verdict.scale * scale
 
     def skips(self, metrics: Any, comm: Communicator) -> bool:
-        """Whether all ranks skip this step. Collective over the control communicator if ``skip=`` was given.
+        """Tell whether all ranks skip this step. Collective over the control communicator if ``skip=`` was given.
 
         Raises:
             LossError: ranks do not agree.
@@ -164,7 +164,7 @@ class Decisions:
         return bool(said[0])
 
     def unit(self, verdict: Verdict, divided: float) -> float:
-        """What sums of gradients are multiplied by to be accumulated, in units free of mesh and ``accumulate=``.
+        """Return what sums of gradients are multiplied by to be accumulated, in units free of mesh and ``accumulate=``.
 
         They become the gradient of this step's mean, or of the sum over its elements where the loss is an ``fs.Mean``.
 
@@ -175,7 +175,7 @@ class Decisions:
         return divided if verdict.count else divided / self.parts
 
     def scales(self, step: int, scale: float, verdict: Verdict, unit: float = 1.0) -> list[float | None]:
-        """What gradients are divided by, for each rule of clipping, in this step's update.
+        """Return what gradients are divided by, for each rule of clipping, in this step's update.
 
         Args:
             step: the step, counted from 0.

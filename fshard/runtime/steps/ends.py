@@ -40,7 +40,7 @@ DONE = End()
 
 
 def attempted(program: Callable[[], T], executor: Scheduled | OnDemand, transport: Transport) -> tuple[T | None, End]:
-    """What a program returns, and how it ended. What all ranks raise together is raised at once."""
+    """Return what a program returns, and how it ended. What all ranks raise together is raised at once."""
     try:
         with transport.program():
             return program(), DONE
@@ -76,7 +76,7 @@ def drained(executor: Scheduled, end: End) -> End:
 
 
 def foretold(transport: Transport, control: Communicator, status: int) -> Verdict | None:
-    """Where devices run behind their hosts, what ranks tell each other before anybody reads a device. Collective there.
+    """Exchange statuses where devices run behind their hosts, before anybody reads a device. Collective there.
 
     A rank whose program has failed leaves its peers' devices waiting in a collective of the program, and a peer that
     reads its device would wait with it, out of reach of any message. So all ranks learn of the failure first, and abort

@@ -114,13 +114,16 @@ def _compiled(what: str) -> str:
 
 
 def starved(error: BaseException) -> bool:
-    """Whether memory ran out. PyTorch's allocator of the host says so in a plain ``RuntimeError``."""
+    """Tell whether memory ran out. PyTorch's allocator of the host says so in a plain ``RuntimeError``."""
     return isinstance(error, MemoryError | torch.OutOfMemoryError) or "allocate memory" in str(error)
 
 
 @contextmanager
 def together(comms: Communicators) -> Iterator[None]:
-    """What leaves this otherwise than all ranks together leaves the mesh broken: its peers must not wait for it."""
+    """Return what leaves this otherwise than all ranks together leaves the mesh broken.
+
+    Its peers must not wait for it.
+    """
     try:
         yield
     except (PeerError, ScheduleError, BatchError, LossError, ReplicationError):

@@ -15,7 +15,7 @@ from fshard.sharding.plan import Plan
 
 
 def divisor_of(plan: Plan, parts: int, in_backward: bool) -> float:
-    """What gradients of a plan are divided by before they are summed over the parts of the global batch."""
+    """Return what gradients of a plan are divided by before they are summed over the parts of the global batch."""
     trained = [group for group in plan.groups if group.trainable]
     summed = any(group.dtype == torch.float16 for group in trained)
     narrow = any(torch.float16 in (group.compute_dtype, group.reduce_dtype) for group in trained)
@@ -27,13 +27,13 @@ def divisor_of(plan: Plan, parts: int, in_backward: bool) -> float:
 
 
 def overflowed(rule: LossScale | None, scale: Scale | None, verdict: Verdict) -> bool:
-    """Whether a smaller scale may mend this step: its loss is finite, and its gradient is not."""
+    """Tell whether a smaller scale may mend this step: its loss is finite, and its gradient is not."""
     able = rule is not None and scale is not None and scale.value > rule.least
     return able and math.isfinite(verdict.loss) and not math.isfinite(verdict.norm)
 
 
 def scale_problems(loss_scale: Any, policy: Policy | Auto) -> Iterator[str]:
-    """Why a step cannot have this loss scale."""
+    """Say why a step cannot have this loss scale."""
     if not isinstance(loss_scale, LossScale | None):
         yield f"loss_scale={loss_scale!r} must be fs.LossScale(...) or None"
     elif loss_scale is not None and policy.update == "in_backward":

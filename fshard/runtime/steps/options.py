@@ -33,7 +33,7 @@ class RunOptions:
         return replace(self, debug=self.debug or debug)
 
     def told(self) -> dict[str, Any]:
-        """What must be equal on all ranks."""
+        """Return what must be equal on all ranks."""
         return {"schedule": self.policy, "remat": self.remat.rules, "debug": self.debug, "compile": self.compile}
 
 
@@ -88,7 +88,7 @@ class Options:
 
 
 def step_problems(loss_fn: Any, plan: Plan, clip: Clip, accumulate: Any, policy: Policy | Auto) -> Iterator[str]:
-    """What is invalid among the options of a train step, alone or together."""
+    """Return what is invalid among the options of a train step, alone or together."""
     if clip.clips and policy.update == "in_backward":
         yield "clip_norm= needs the norm of the whole gradient, which update='in_backward' never has"
     if not isinstance(accumulate, int) or accumulate < 1:
@@ -104,7 +104,7 @@ def step_problems(loss_fn: Any, plan: Plan, clip: Clip, accumulate: Any, policy:
 
 
 def feedback_problems(plan: Plan, policy: Policy | Auto) -> Iterator[str]:
-    """Why a step cannot keep what rounding leaves out of gradients."""
+    """Say why a step cannot keep what rounding leaves out of gradients."""
     kept = [group for group in plan.groups if group.feedback]
     if kept and policy.update == "in_backward":
         yield (
@@ -129,7 +129,7 @@ def refuse_feedback(plan: Plan, what: str) -> None:
 
 
 def flag_problems(**flags: Any) -> Iterator[str]:
-    """Which flags are neither True nor False."""
+    """Say which flags are neither True nor False."""
     for name, value in flags.items():
         if not isinstance(value, bool):
             yield f"{name}={value!r} must be True or False"
@@ -138,7 +138,7 @@ def flag_problems(**flags: Any) -> Iterator[str]:
 def late_problems(
     opt: Optimizer, policy: Policy | Auto, skip_norm: Any, skip: Any, skip_limit: Any = SKIPS
 ) -> Iterator[str]:
-    """What is invalid among the options that decide after the backward whether to update."""
+    """Return what is invalid among the options that decide after the backward whether to update."""
     if type(skip_limit) is not int or skip_limit < 0:
         yield f"skip_limit={skip_limit!r} must be an int >= 0"
     if skip_norm is not None:
@@ -152,6 +152,6 @@ def late_problems(
 
 
 def norm_problems(norms: Any, policy: Policy | Auto) -> Iterator[str]:
-    """Why a step cannot tell these norms."""
+    """Say why a step cannot tell these norms."""
     if policy.update == "in_backward" and norms not in (None, "groups"):
         yield "norms= by pattern needs the gradient at the end of the step, which update='in_backward' never has whole"

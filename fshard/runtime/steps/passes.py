@@ -115,7 +115,7 @@ class Passes:
         return PassResult(losses, found, bool(weighted))
 
     def _called(self, engine: Engine, part: Any) -> Any:
-        """What the function returns."""
+        """Return what the function returns."""
         try:
             result = engine.run(self.fn, part, self.train)
         except DataDependentOutputException as error:

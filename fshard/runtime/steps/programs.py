@@ -74,7 +74,7 @@ class Prepared:
     trial: Trial | Contest | None = None
 
     def text(self) -> str:
-        """What ``digest`` is of, in lines."""
+        """Return what ``digest`` is of, in lines."""
         if self.route is None:
             return "gathered on demand"
         over = " and ".join("+".join(axes) for axes in self.axes) or "no axis"
@@ -129,7 +129,7 @@ class Programs:
         return replace(self, memory=memory, cache=cache, engine=engine, choices=dict(self.choices), trials={}, made={})
 
     def trace(self, found: ProgramTrace, retraced: Retraced | None = None) -> Trace:
-        """What is known of a program before it runs. Its schedule is checked.
+        """Return what is known of a program before it runs. Its schedule is checked.
 
         Args:
             found: the program.
@@ -151,17 +151,20 @@ class Programs:
 
     @property
     def origin(self) -> str:
-        """Where numbers stopped being finite in the last step; empty if nobody has looked."""
+        """Say where numbers stopped being finite in the last step; empty if nobody has looked."""
         return self.engine.origins.told() if isinstance(self.engine, Debugging) else ""
 
     @property
     def _direct(self) -> bool:
-        """Whether unit graphs write gradients where they are flat: a graph writes in the dtype in which it computes."""
+        """Tell whether unit graphs write gradients where they are flat.
+
+        A graph writes in the dtype in which it computes.
+        """
         trained = [group for group in self.plan.groups if group.trainable]
         return self.cache is not None and all(group.reduce_dtype == group.compute_dtype for group in trained)
 
     def undecided(self, found: ProgramTrace) -> Auto | None:
-        """What chooses the policy of a program, where all ranks still have to do that together; else None."""
+        """Return what chooses the policy of a program, where all ranks still have to do that together; else None."""
         auto, text = self.policy, found.program.text
         if not isinstance(auto, Auto):
             return None
@@ -184,7 +187,7 @@ class Programs:
             self.trials[text] = following
 
     def remat_of(self, found: ProgramTrace) -> Remat:
-        """Which units of a program are computed again in their backward."""
+        """Say which units of a program are computed again in their backward."""
         choice = self.choices.get(found.program.text)
         return again(choice.task.again) if choice is not None and choice.task.again else self.remat
 
@@ -244,7 +247,7 @@ class Programs:
         return prepared
 
     def on_demand(self) -> Prepared:
-        """What runs a program that is not known yet: every group has a place of its own."""
+        """Return what runs a program that is not known yet: every group has a place of its own."""
         offsets, end = {}, 0
         for info in self.infos:
             if info.gathered:

@@ -188,7 +188,7 @@ class Runner:
         return self.finder.look(batch) or found
 
     def _prepare_again(self, ready: Ready, outcome: Outcome) -> Ready:
-        """What all ranks run after a program has left its schedule: the same, on demand."""
+        """Return what all ranks run after a program has left its schedule: the same, on demand."""
         update = ready.request.update
         if self.in_backward and OK in outcome.verdict.status:
             raise left_in_backward()
@@ -198,7 +198,7 @@ class Runner:
         return self._ready(ready.request, None, ready.parts, ready.facts)
 
     def _prepare_without(self, ready: Ready) -> Ready:
-        """What all ranks run after one had too little memory for a policy that is being timed: the next one."""
+        """Return what all ranks run after one had too little memory for a policy that is being timed: the next one."""
         trial, batch = ready.prepared.trial, ready.request.batch
         assert trial is not None
         trial.fail()
@@ -276,7 +276,7 @@ class Runner:
             check_even(agreed.ready.request.batch, len(agreed.ready.parts))
 
     def _stopped(self, agreed: Agreed, end: End) -> End:
-        """Where a program that did not end updates in its backward, update nothing more."""
+        """Say where a program that did not end updates in its backward, update nothing more."""
         update = agreed.ready.request.update
         if end.status == OK or not self.in_backward or update is None:
             return end
@@ -284,7 +284,7 @@ class Runner:
         return End(FAILED, end.failure or left_in_backward()) if update.begun else end
 
     def _excused(self, agreed: Agreed, end: End) -> End:
-        """Where there was too little memory for a policy that the step could do without, ask for another one."""
+        """Say where there was too little memory for a policy that the step could do without, ask for another one."""
         trial, failure = agreed.ready.prepared.trial, end.failure
         if self.in_backward or trial is None or not trial.dispensable:
             return end
@@ -356,7 +356,7 @@ class Runner:
             self.finder.learn(agreed.ready.request.batch, found)
 
     def _common(self, found: ProgramTrace) -> bool:
-        """Whether all ranks have found the same program; evaluations may end at different calls. Collective."""
+        """Tell whether all ranks have found the same program; evaluations may end at different calls. Collective."""
         control = self.programs.comms.control
         if control.size == 1:
             return True

@@ -55,7 +55,7 @@ def decided(plan: Plan, comms: Communicators, task: PolicyTask, auto: Auto, agai
 
 
 def foreseen(task: PolicyTask, auto: Auto, again: Again | None = None) -> Choice:
-    """What this rank alone would choose before any step.
+    """Return what this rank alone would choose before any step.
 
     Raises:
         PlanError: it is not known what this machine does in a second.

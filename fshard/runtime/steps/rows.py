@@ -51,7 +51,7 @@ class BatchRows:
         return replace(self, alike=()) if self.alike and free else self
 
     def numbers(self, batch: Any) -> list[int]:
-        """What a rank tells of its batch."""
+        """Return what a rank tells of its batch."""
         firsts, content = leading_dims(batch), [_content(batch)] if self.alike else []
         if not self.further:  # on the path of every step
             return [digest(firsts), len(firsts), _first(firsts), 0, 0, *content]
@@ -76,7 +76,7 @@ class BatchRows:
         return unlike_rows(self.alike.index(self.alike[rank]), rank, self.idle, self.spec)
 
     def uneven(self, told: Sequence[Sequence[int]]) -> list[str]:
-        """How the batches are unequal, a line a rank; nothing if they are not.
+        """Say how the batches are unequal, a line a rank; nothing if they are not.
 
         Args:
             told: the ``numbers`` of each rank.
@@ -98,7 +98,7 @@ class BatchRows:
 
 
 def rows_of(plan: Plan) -> BatchRows:
-    """What must be equal of the batches of a plan.
+    """Return what must be equal of the batches of a plan.
 
     >>> import fshard as fs, torch
     >>> mesh = fs.abstract_mesh((2, 2), ("data", "cp"))

@@ -41,5 +41,5 @@ class PassSpec:
 
     @functools.cached_property
     def divisor(self) -> float:
-        """What its gradients are divided by before they are summed, unless the loss is scaled."""
+        """Return what its gradients are divided by before they are summed, unless the loss is scaled."""
         return divisor_of(self.plan, self.parts, False) if self.train else 1.0

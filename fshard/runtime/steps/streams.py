@@ -43,7 +43,7 @@ TRIES = 3
 
 
 def streams(comms: Communicators, schedule: Schedule) -> Mapping[str, LinkStream]:
-    """What each link of a schedule does when it is kept busy, by the axes that it joins. Collective.
+    """Return what each link of a schedule does when it is kept busy, by the axes that it joins. Collective.
 
     Transfers apart from each other do not tell: a link that is shaped lets some bytes pass at once, and gets slower
     when it has no pauses.
@@ -58,7 +58,7 @@ def streams(comms: Communicators, schedule: Schedule) -> Mapping[str, LinkStream
 
 
 def _stream(comm: Communicator, control: Communicator, sent: int, device: torch.device) -> LinkStream | None:
-    """What one link does; None if that cannot be known."""
+    """Return what one link does; None if that cannot be known."""
     if comm.size == 1:
         return None
     copied = isinstance(comm, HostCommunicator)
@@ -96,7 +96,7 @@ def lengthened(take: Callable[[int], list[float]]) -> list[list[float]]:
 def _series(
     comm: Communicator, control: Communicator, full: torch.Tensor, shard: torch.Tensor, count: int
 ) -> list[float]:
-    """When each of some gathers without a pause had arrived on all ranks, in seconds from the begin. Collective."""
+    """Say when each of some gathers without a pause had arrived on all ranks, in seconds from the begin. Collective."""
     arrivals: list[float] = []
     begun = perf_counter()
     under_way = [comm.all_gather(full, shard) for _ in range(AHEAD)]

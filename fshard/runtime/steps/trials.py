@@ -36,7 +36,7 @@ class Trial:
 
     @property
     def over(self) -> bool:
-        """Whether all of them are made."""
+        """Tell whether all of them are made."""
         return len(self.watches) >= WARM + TIMED
 
     @property
@@ -56,7 +56,7 @@ class Trial:
 
     @property
     def dispensable(self) -> bool:
-        """Whether the next step could run under another policy: its policy holds less than most."""
+        """Tell whether the next step could run under another policy: its policy holds less than most."""
         return False
 
     def fail(self) -> None:
@@ -73,7 +73,9 @@ class Trial:
 
 
 def begun(comms: Communicators, choice: Choice, auto: Auto) -> Trial | Contest | None:
-    """What follows the first choice of a program: its trial, or at once its contest if timed steps exceed the memory.
+    """Return what follows the first choice of a program.
+
+    Its trial, or at once its contest if timed steps exceed the memory.
 
     None where rates were given, or nothing is to be found out. Collective.
 

@@ -47,7 +47,7 @@ class NormSets:
 
 
 def read_norms(value: Any, plan: Plan) -> tuple[str, ...] | None:
-    """What ``norms=`` of a train step says: patterns on paths; none for groups.
+    """Return what ``norms=`` of a train step says: patterns on paths; none for groups.
 
     Raises:
         PlanError: neither ``"groups"`` nor patterns, or a pattern that matches no trained leaf.
