@@ -15,7 +15,7 @@ from weakref import WeakSet
 
 
 class Owner(Protocol):
-    """What a child of the process that made it must not use."""
+    """An owner of what a child of its process must not use."""
 
     def disown(self, why: str) -> None:
         """In a child: let go of all descriptors, without a message to anybody. Later calls raise ``why``."""

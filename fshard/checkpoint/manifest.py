@@ -88,7 +88,7 @@ class TensorInfo(TensorMeta):
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a checkpoint holds.
+    """The content of a checkpoint.
 
     ``data`` and ``metadata`` are the user's JSON, ``schedule`` the hash of the train step's schedule. ``run`` is None
     for a checkpoint of no run, or written before there were ids. ``states`` names the states, where there are several:

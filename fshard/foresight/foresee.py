@@ -37,7 +37,7 @@ Progress = Callable[[str, float], object]
 
 @dataclass(frozen=True)
 class GroupRow:
-    """What a plan says of one group: its leaves and parameters, and bytes on one rank."""
+    """One group of a plan: its leaves and parameters, and bytes on one rank."""
 
     name: str
     leaves: int
@@ -49,7 +49,7 @@ class GroupRow:
 
 @dataclass(frozen=True)
 class Foresight:
-    """What is known of a step before it runs. All bytes are those of one rank.
+    """The forecast of a step before it runs. All bytes are those of one rank.
 
     Attributes:
         plan: where the leaves are.

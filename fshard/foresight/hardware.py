@@ -28,7 +28,7 @@ THREAD_FLOPS = 5e10
 
 @dataclass(frozen=True)
 class Hardware:
-    """What a step would run on.
+    """Devices and links that a step would run on.
 
     Attributes:
         speed: of one device. Where ``whole`` is given, that of products in bfloat16 or float16.

@@ -35,7 +35,7 @@ KNOWN = (*NEEDED, "rules", "units", "optimizer", "batch_spec", "precision", "acc
 
 @dataclass(frozen=True)
 class Job:
-    """What a step is made of.
+    """The parts of which a step is made.
 
     Attributes:
         model: what ``fs.split`` returned, or a nested dict of tensors.

@@ -69,7 +69,7 @@ class Option:
 
 @dataclass(frozen=True)
 class Search:
-    """What a search found. ``print`` it.
+    """The result of a search. ``print`` it.
 
     Attributes:
         options: those that fit first, and of these the one with most rows a second first, longer ones the more.

@@ -8,7 +8,7 @@ from fshard import tree
 
 
 class Kept(NamedTuple):
-    """What a model remembers of the tokens so far, in whatever form: no length is expected of it.
+    """A model's memory of the tokens so far, in whatever form: no length is expected of it.
 
     A forward for ``fs.generate`` returns it where its layers keep windows, or states of their own.
 

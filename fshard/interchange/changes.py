@@ -233,7 +233,7 @@ class Exporter:
 
 @dataclass(frozen=True, eq=False)
 class _Held:
-    """What receivers have of this rank's part of a leaf, and the number of the export that last sent the leaf."""
+    """Values that receivers have of this rank's part of a leaf, and the export that last sent it."""
 
     number: int
     have: tuple[Piece, ...]

@@ -144,7 +144,7 @@ def save_hf(
 
 
 class HfOptions(NamedTuple):
-    """How a model is written: where, under which names, with which config, in which dtype, in files of which size."""
+    """A way to write a model: where, under which names, with which config, in which dtype, in files of which size."""
 
     path: Path
     rename: Sequence[RenameLike]

@@ -77,7 +77,7 @@ class Chunk:
 
 @dataclass(frozen=True)
 class Contents:
-    """What a folder holds: tensors with their chunks, and other values, by name."""
+    """The content of a folder: tensors with their chunks, and other values, by name."""
 
     tensors: dict[str, TensorMeta] = field(default_factory=dict)
     chunks: dict[str, tuple[Chunk, ...]] = field(default_factory=dict)

@@ -26,7 +26,7 @@ SOURCES = 4 << 20
 
 @dataclass(frozen=True)
 class Setting:
-    """What a rank needs to know before it can read the function.
+    """Facts that a rank needs before it can read the function.
 
     Attributes:
         folder: where files of the launch lie.

@@ -10,7 +10,7 @@ from fshard.model.writes import BASE
 
 
 class Elsewhere:
-    """What modules outside of a unit hold, to find writes of the unit's code to them.
+    """The content of modules outside of a unit, to find writes of the unit's code to them.
 
     Args:
         modules: by path, the modules, which all calls share.

@@ -190,7 +190,7 @@ class Transforms(NamedTuple):
 
 
 class OperatorRule(NamedTuple):
-    """When an operator is computed in another way, and by which formula; None for ``by_reverse``."""
+    """A condition on which an operator is computed in another way, and the formula; None for ``by_reverse``."""
 
     when: Callable[[Transforms], int]
     formula: Op | None = None

@@ -84,7 +84,7 @@ class LeafPath(str):
 
 
 class Flag:
-    """Whether a table of any instance was ever written to (raised), and the children of a stand-in read (opened)."""
+    """Marks of a table of any instance that was written to (raised), and of children of stand-ins (opened)."""
 
     __slots__ = ("opened", "raised")
 

@@ -61,7 +61,7 @@ class Buffer:
 
 @dataclass(frozen=True)
 class TrialState:
-    """What a class keeps of a parameter.
+    """The state that a class keeps of a parameter.
 
     Attributes:
         buffers: its entries of ``state[param]`` by name.
@@ -83,7 +83,7 @@ class TrialState:
 
 
 class MisfitError(Exception):
-    """Why a class cannot be run on slices.
+    """A reason why a class cannot be run on slices.
 
     Attributes:
         elementwise: whether the class fails since its rule is not elementwise.

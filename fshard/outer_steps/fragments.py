@@ -43,7 +43,7 @@ class Range(NamedTuple):
 
 @dataclass(frozen=True)
 class Fragment:
-    """What travels at once.
+    """A part of the model that travels at once.
 
     Attributes:
         name: for people.

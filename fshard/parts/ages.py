@@ -8,7 +8,7 @@ from fshard.sharding.plan import Plan
 
 
 class After(NamedTuple):
-    """What becomes of a state's numbers in an update.
+    """The next numbers of a state in an update.
 
     Attributes:
         more: how many steps are added to the state's.
@@ -21,7 +21,7 @@ class After(NamedTuple):
 
 @dataclass(frozen=True)
 class Ages:
-    """How an update counts the leaves of states that are late by so much.
+    """The counts with which an update takes the leaves of states that are late by so much.
 
     Each leaf has its own number of updates, by which its moments are corrected. The step is the largest of them, but
     for leaves whose moments come from another run, which had more: these are late by less than nothing.

@@ -93,7 +93,7 @@ class Final:
 
 @dataclass(frozen=True)
 class FunctionResult:
-    """What a step function returned.
+    """The values that a step function returned.
 
     Attributes:
         state: the states, as running ones.

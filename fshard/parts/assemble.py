@@ -155,7 +155,7 @@ def _ordered(transfers: Sequence[Transfer]) -> tuple[Transfer, ...]:
 
 
 class StepActions:
-    """What the ops of a step's schedule do: those of each pass, and the updates of the states that it was given.
+    """The actions of a step's schedule: those of each pass, and the updates of the states that it was given.
 
     Args:
         table: the groups of the schedule.

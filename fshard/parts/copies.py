@@ -30,7 +30,7 @@ SHOWN = 3
 
 
 class CopyMark(NamedTuple):
-    """What is known of a rank's copy.
+    """Facts of a rank's copy.
 
     Attributes:
         what: it holds, in words.

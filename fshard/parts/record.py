@@ -89,7 +89,7 @@ class RecordedUpdate:
 
 @dataclass(frozen=True, eq=False)
 class StepRecord:
-    """What a step function does.
+    """The passes, code and updates of a step function, in order.
 
     Attributes:
         stages: its passes, and the code between them that reads or makes shards.

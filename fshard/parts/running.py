@@ -244,7 +244,7 @@ class Bank(RunningFlat):
 
 
 class ComputedFlat(RunningFlat):
-    """What arithmetic in the step has made."""
+    """Shards that arithmetic in the step has made."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -36,7 +36,7 @@ class Interrupted(KeyboardInterrupt):
 
 
 class Gate:
-    """What threads wait for, until another opens it for good.
+    """A gate at which threads wait, until another opens it for good.
 
     Unlike ``threading.Event``, which an interrupt can break in the middle of a wait, it is one lock.
     """

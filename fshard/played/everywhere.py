@@ -96,7 +96,7 @@ def play_joined(mesh: Any, fn: Callable[..., Any], *args: Any, **kwargs: Any) ->
 
 
 class OfAllRanks:
-    """What has one object for each rank, made when it is first asked for. Its attributes are those of the rank's own.
+    """A stand-in for one object of each rank, made when it is first asked for. Its attributes are the rank's.
 
     Outside of ``run`` they are those of rank 0, or, before a run, of what was made there to plan with.
     """

@@ -33,7 +33,7 @@ REMEDY = "The step computed a loss from the same batch. See whether the loss nee
 
 @dataclass(frozen=True)
 class ProofTask:
-    """What to run: the loss function on a state and this rank's batch, and the step's outputs to compare with."""
+    """A run to make: the loss function on a state and this rank's batch, and the step's outputs to compare with."""
 
     fn: Callable[..., Any]
     plan: Plan

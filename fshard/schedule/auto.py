@@ -70,7 +70,7 @@ class Auto:
 
 @dataclass(frozen=True)
 class Rates:
-    """What the choice stands on before costs are measured: operations a second, bytes a second, seconds."""
+    """Rates on which the choice stands before costs are measured: operations a second, bytes a second, seconds."""
 
     compute: float
     wire: float
@@ -106,7 +106,7 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Choice:
-    """What ``schedule="auto"`` chose, and from what. ``print`` it.
+    """The choice of ``schedule="auto"``, and from what. ``print`` it.
 
     Attributes:
         schedule: of the chosen policy.

@@ -20,7 +20,7 @@ SHARES = 4
 
 @dataclass(frozen=True)
 class PolicyTask:
-    """What a policy is chosen for.
+    """A step for which a policy is chosen.
 
     Attributes:
         program: what is run.

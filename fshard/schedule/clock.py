@@ -48,7 +48,7 @@ def turn(link: Link) -> float:
 
 @dataclass
 class Ticks:
-    """What a clock has told: when the device comes to each op, begins and ends of ops, and sums."""
+    """Times that a clock has told: when the device comes to each op, begins and ends of ops, and sums."""
 
     issued: list[float] = field(default_factory=list)
     starts: list[float] = field(default_factory=list)

@@ -33,7 +33,7 @@ COPIED = ("all_gather", "offload")
 
 @dataclass(frozen=True)
 class Costs:
-    """What ops cost.
+    """Costs of ops.
 
     Args:
         seconds: how long the device is busy with one op, by kind and target: ``("forward", "blocks.0")``. With the
@@ -294,7 +294,7 @@ def _by_op(seconds: Mapping[str, Any]) -> dict[tuple[str, str], float]:
 
 @dataclass(frozen=True)
 class Noise:
-    """How ranks differ from each other: factors on the time of each op, drawn once from a seed.
+    """Differences of ranks from each other: factors on the time of each op, drawn once from a seed.
 
     Args:
         ranks: the spread of ranks: each is slower by ``exp(ranks * |x|)``, x normal.

@@ -32,7 +32,7 @@ BESIDE = Policy(prefetch=1)
 
 @dataclass(frozen=True)
 class OpTime:
-    """What an op took on one rank, in seconds: on the wall, of its thread, of the whole process.
+    """The times of an op on one rank, in seconds: on the wall, of its thread, of the whole process.
 
     Between it and the next op lies code outside of units, or of the runtime: ``gap`` seconds on the wall,
     ``gap_thread`` of the thread, and ``gap_process`` of the process.

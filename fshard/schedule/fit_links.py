@@ -20,7 +20,7 @@ TURNS = 3
 
 @dataclass(frozen=True)
 class LinkStream:
-    """What a link does that is kept busy.
+    """The ways of a link that is kept busy.
 
     Attributes:
         rate: bytes a second that a rank sends, once they are all the same.
@@ -84,7 +84,7 @@ def _second_half(times: Sequence[float], sent: int) -> float:
 
 @dataclass(frozen=True)
 class Sample:
-    """What one transfer took: the wall from its start to its arrival, and processors. ``begun`` is when it started."""
+    """The time of one transfer: the wall from its start to its arrival, and processors. It began at ``begun``."""
 
     begun: float
     sent: int

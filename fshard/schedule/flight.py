@@ -78,7 +78,7 @@ class FlightEntry:
 
 @dataclass(frozen=True)
 class RankRecord:
-    """What one rank has left.
+    """The record that one rank has left.
 
     Attributes:
         rank: the rank.

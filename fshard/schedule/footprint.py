@@ -13,7 +13,7 @@ from fshard.schedule.schedule import Schedule
 
 @dataclass(frozen=True)
 class Need:
-    """What one compute op needs: bytes of activations at most until the next begins, bytes left then, operations.
+    """Needs of one compute op: bytes of activations at most until the next begins, bytes left then, operations.
 
     ``peak`` includes activations that were there before, and gradients of leaves. ``flops`` are those of matrix
     products and their like; ``moved`` are the bytes that all other operators read and write: that is their time.

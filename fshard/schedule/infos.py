@@ -17,7 +17,7 @@ from fshard.sharding.wire import WireFormat
 
 @dataclass(frozen=True)
 class StateNeeds:
-    """What a step takes on the device for what it updates, beside one state: bytes by group id.
+    """Memory that a step takes on the device for what it updates, beside one state: bytes by group id.
 
     Attributes:
         updates: what the update takes for its duration.

@@ -19,7 +19,7 @@ USUAL = (("peak", math.inf), ("together", 1), ("around", AROUND))
 
 @dataclass(frozen=True, repr=False)
 class Link:
-    """What carries transfers, and what it takes from the processor that computes.
+    """A carrier of transfers, and what it takes from the processor that computes.
 
     Args:
         bytes_per_s: what a rank can send in a second, when it sends all the time.

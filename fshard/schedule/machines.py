@@ -194,7 +194,7 @@ class Cluster:
 
 @dataclass(frozen=True)
 class Speed:
-    """What a device does in a second of a program, or its host: its peak times the share that programs reach.
+    """Rates of a device, or its host, in a program: its peak times the share that programs reach.
 
     Attributes:
         flops: operations a second of matrix products.

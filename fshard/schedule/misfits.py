@@ -61,7 +61,7 @@ def _named_beyond(local: Local, count: int) -> Iterator[str]:
 
 
 class _Crossed:
-    """What is wrong between the stages of a step whose groups are all known."""
+    """Problems between the stages of a step whose groups are all known."""
 
     def __init__(self, groups: Sequence[GroupInfo], stages: Stages, train: bool) -> None:
         self.groups, self.stages, self.train = groups, stages, train

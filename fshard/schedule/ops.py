@@ -91,7 +91,7 @@ class Call:
 
 @dataclass(frozen=True)
 class Program:
-    """What one run of the loss function does, in order.
+    """Calls of units in one run of the loss function, in order.
 
     Args:
         forward: the calls of units.
@@ -148,7 +148,7 @@ class Program:
 
 @dataclass(frozen=True)
 class GroupInfo:
-    """What a schedule must know of a group. Sizes are bytes.
+    """Facts of a group that a schedule must know. Sizes are bytes.
 
     Args:
         name: the name that ops carry.

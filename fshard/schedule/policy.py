@@ -89,7 +89,7 @@ def secondary(*axes: str) -> Secondary:
 
 @dataclass(frozen=True)
 class Policy:
-    """How far a schedule runs ahead, and what it keeps: memory against time.
+    """Rules for a schedule: how far it runs ahead, and what it keeps.
 
     Args:
         prefetch: compute calls ahead of the running one whose groups may already be gathered. 0 gathers each

@@ -14,7 +14,7 @@ from fshard.schedule.transfers import Transfer
 
 @dataclass
 class Progress:
-    """What has happened so far to one transfer of a group."""
+    """The progress of one transfer of a group."""
 
     transfer: Transfer
     before: "Progress | None"  # the one before it in its path
@@ -31,7 +31,7 @@ class Progress:
 
 @dataclass(frozen=True)
 class Fill:
-    """What fills the gradient of one group.
+    """Passes that fill the gradient of one group.
 
     Args:
         gradient: the name of the group.
@@ -52,7 +52,7 @@ NEVER = Fill("", -1, 0, 0)
 
 @dataclass
 class GroupProgress:
-    """What has happened to one group so far."""
+    """The progress of one group."""
 
     info: GroupInfo
     kept: bool

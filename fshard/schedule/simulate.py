@@ -38,7 +38,7 @@ from fshard.sharding.mesh import Mesh
 
 @dataclass(frozen=True)
 class Simulation:
-    """When the ops of a schedule run. All times are seconds from the begin of the step.
+    """Times at which the ops of a schedule run. All times are seconds from the begin of the step.
 
     Attributes:
         schedule: what was simulated.

@@ -57,7 +57,7 @@ def _program_lines(program: Program, names: Sequence[str]) -> Iterator[str]:
 
 
 class _PassLines:
-    """What was read of a pass."""
+    """Lines of a pass that were read."""
 
     def __init__(self, accumulate: int, given: bool) -> None:
         self.accumulate = accumulate

@@ -74,7 +74,7 @@ class Local:
 
 
 class Filling(NamedTuple):
-    """What fills a gradient: ``program``, through the group that it reads as ``read``, in microbatches of the step."""
+    """A source of a gradient: ``program``, through the group that it reads as ``read``, in microbatches of the step."""
 
     program: Program
     read: int
@@ -84,7 +84,7 @@ class Filling(NamedTuple):
 
 @dataclass(frozen=True)
 class Stages:
-    """What a step does, in order.
+    """Stages of a step, in order.
 
     Args:
         stages: its passes, and its code between them.

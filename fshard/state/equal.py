@@ -26,7 +26,7 @@ RATE = "learning rate"
 
 @dataclass(frozen=True)
 class Equal:
-    """What a step, a save or a restore must have in common on all ranks.
+    """Facts of a step, a save or a restore that must be equal on all ranks.
 
     Attributes:
         plan: the plan.

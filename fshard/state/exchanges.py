@@ -15,7 +15,7 @@ MOST = 10_000
 
 @dataclass(frozen=True)
 class Timetable:
-    """When fragments leave and arrive.
+    """Times at which fragments leave and arrive.
 
     Attributes:
         every: the steps between two departures of a fragment.
@@ -58,7 +58,7 @@ class Timetable:
 
 
 class Exchanges(NamedTuple):
-    """What travels when.
+    """Exchanges by the steps at which they travel.
 
     Attributes:
         table: when fragments leave and arrive.

@@ -28,7 +28,7 @@ _ATTRIBUTE = "_fshard_flat"
 
 @dataclass(frozen=True, eq=False)
 class FlatForm:
-    """Which leaves of a plan a tree has, and where each lies in the chunk of its group.
+    """Leaves of a plan that a tree has, and the place of each in the chunk of its group.
 
     Attributes:
         plan: the plan.
@@ -172,7 +172,7 @@ class Flat:
 
 
 class Spent(Tensor):
-    """What a gradient becomes that was donated to an update: any use of it raises."""
+    """A gradient that was donated to an update: any use of it raises."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -19,7 +19,7 @@ from fshard.state.elementwise import ShardMark
 
 
 class Donated(Tensor):
-    """What a tensor of a donated state becomes: any use of it raises."""
+    """A tensor of a donated state: any use of it raises."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -35,7 +35,7 @@ class Donated(Tensor):
 
 @dataclass(frozen=True)
 class Layout:
-    """What makes buffers of trees: the plan, and where the optimizer's buffers keep what belongs to a leaf.
+    """A maker of trees from buffers: the plan, and where the optimizer's buffers keep what belongs to a leaf.
 
     Attributes:
         plan: the plan.
@@ -91,7 +91,7 @@ def _fill(
 
 @dataclass(frozen=True)
 class Donation:
-    """What a memory has given away, until the next state is used.
+    """Memory that was given away, until the next state is used.
 
     Attributes:
         to: the memory of the next state, while anybody holds it.
@@ -107,7 +107,7 @@ class Donation:
 
 
 class StateMemory:
-    """What a state holds: the shards, the update that still waits for them, and the trees that were read.
+    """The memory of a state: the shards, the update that still waits for them, and the trees that were read.
 
     States that are equal because one is a copy of the other, as by ``dataclasses.replace``, have one memory.
 

@@ -26,7 +26,7 @@ class RunIdentity:
 
 @dataclass(frozen=True)
 class Past:
-    """Where a state comes from.
+    """The origin of a state.
 
     Attributes:
         made: what it was made from, as texts by name; None once ranks have compared it and what they hold copies of.

@@ -17,7 +17,7 @@ PARTS = (("compute", "green"), ("exposed", "red"), ("outside", "yellow"))
 
 
 class History:
-    """What a view knows of a run: the latest numbers, and one curve.
+    """A view's knowledge of a run: the latest numbers, and one curve.
 
     Attributes:
         step: the latest step.

@@ -18,7 +18,7 @@ from fshard.schedule.trace import Trace
 
 
 class Runs(Protocol):
-    """What runs a step."""
+    """A runner of steps."""
 
     @property
     def latest(self) -> Latest:
@@ -26,7 +26,7 @@ class Runs(Protocol):
 
 
 class LatestRun:
-    """What the latest run did on this rank."""
+    """A report on the latest run on this rank."""
 
     _runner: Runs
 
@@ -90,7 +90,7 @@ class LatestRun:
 
 
 class OneFunction(LatestRun):
-    """What runs one function of ``(params, batch)``: what a trace finds of it, and what its units run as."""
+    """A runner of one function of ``(params, batch)``: what a trace finds of it, and what its units run as."""
 
     _runner: Runner
 

@@ -13,7 +13,7 @@ from fshard.schedule.schedule import Schedule
 
 @dataclass(frozen=True)
 class RunReport:
-    """How a step ran on this rank.
+    """A report on a step on this rank.
 
     Attributes:
         seconds: from the call of the step to its last exchange.

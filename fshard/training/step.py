@@ -60,7 +60,7 @@ from fshard.training.updating import Updating
 
 
 class Asked(NamedTuple):
-    """What the caller of one step asks of it, beside the state and the batch."""
+    """Requests of the caller of one step, beside the state and the batch."""
 
     shield: Shield
     lr: LearningRate

@@ -19,7 +19,7 @@ from fshard.state.train_state import TrainState
 
 @dataclass(eq=False)
 class Updating:
-    """How an optimizer updates leaves of a plan.
+    """An optimizer's updates of leaves of a plan.
 
     Attributes:
         opt: the optimizer.

@@ -27,7 +27,7 @@ ROWS, COLUMNS = 12, 16
 
 @dataclass(frozen=True)
 class ShardingView:
-    """Which rank holds which part of a tensor. ``print`` it; notebooks show it; ``figure()`` draws it.
+    """Parts of a tensor by the ranks that hold them. ``print`` it; notebooks show it; ``figure()`` draws it.
 
     Attributes:
         name: of the tensor.

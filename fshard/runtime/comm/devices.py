@@ -28,7 +28,7 @@ OWN = "Start as many ranks a host as it has GPUs, or give each rank one by CUDA_
 
 @dataclass(frozen=True)
 class DevicePlace:
-    """Where a rank works.
+    """A device of a host, on which a rank works.
 
     Attributes:
         device: its device.

@@ -23,7 +23,7 @@ WIDTH = 400
 
 @dataclass(frozen=True)
 class Facts:
-    """What a rank compares with other ranks before a step, a save or a restore.
+    """Facts that a rank compares with other ranks before a step, a save or a restore.
 
     Attributes:
         number: equal on two ranks if their items are.

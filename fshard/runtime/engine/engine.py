@@ -45,7 +45,7 @@ Sink = Callable[[int, list[int], list[Tensor | None]], None]
 
 
 class Executor(Protocol):
-    """What the engine tells where the program is."""
+    """A listener whom the engine tells where the program is."""
 
     def reach(self, kind: str, unit: str, index: int) -> None:
         """The program is at this compute op: whatever must precede it is done on return."""
@@ -61,7 +61,7 @@ class Executor(Protocol):
 
 
 class Traits(NamedTuple):
-    """What is known of a program.
+    """Traits of a program that are known.
 
     Attributes:
         root: ids of the groups that code outside of units reads; None if it may read all.

@@ -20,7 +20,7 @@ MOST = 12
 
 
 class UnitReads:
-    """Which leaves a unit reads: their paths in the order of its flat leaves, and by group.
+    """The leaves that a unit reads: their paths in the order of its flat leaves, and by group.
 
     Attributes:
         sinks: of the groups that are trained, the numbers of these leaves in ascending order, and the leaves.

@@ -150,7 +150,7 @@ class Scheduled:
 
 
 class Again:
-    """What units that run again inside of the backward read, and the unit whose backward is under way then.
+    """Groups that units read which run again inside of the backward, and the unit whose backward is under way then.
 
     Activation checkpointing of several units at once runs all of them at the first of their backwards.
     """

@@ -27,7 +27,7 @@ from fshard.sharding.low_rank import Matrix, matrices, rank_of
 
 @dataclass(frozen=True)
 class ReplicaBuffers:
-    """What sums over replicas leave for the next ones, by the name of the buffer.
+    """Buffers that sums over replicas leave for the next ones, by the name of the buffer.
 
     Attributes:
         before: what those before have left. It stays as it is.

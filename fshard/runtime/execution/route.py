@@ -12,7 +12,7 @@ Run = Callable[[], None]
 
 
 class ScheduleActions(Protocol):
-    """What the ops of a schedule do."""
+    """Performs the ops of a schedule."""
 
     readable: set[int]
     """The groups that units can read now."""

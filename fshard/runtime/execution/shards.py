@@ -31,7 +31,7 @@ Slice = tuple[Tensor, dict[str, Tensor]]
 
 
 class Shard:
-    """What a rank keeps of one group: its chunk of the parameters, and the optimizer's buffers beside it, all 1-D.
+    """A rank's part of one group: its chunk of the parameters, and the optimizer's buffers beside it, all 1-D.
 
     ``layouts`` says where the buffers keep what belongs to a leaf. ``own`` are the elements of ``param`` that this rank
     updates; they are fewer where ``part`` says so, and then other ranks that hold the same chunk update the rest. Where
@@ -161,7 +161,7 @@ MOST = 8
 
 
 class Slices(NamedTuple):
-    """What one call of the optimizer updates.
+    """Slices that one call of the optimizer updates.
 
     Attributes:
         cut: the first of their update slices: what it says beside its range holds for all.

@@ -214,7 +214,7 @@ def partly_updated(plan: Plan) -> dict[int, None]:
 
 
 class Update:
-    """What one step does with the update of a state, and which groups lack the parts that other ranks update.
+    """A step's part in the update of a state, and the groups that lack the parts that other ranks update.
 
     Args:
         shards: the shards.

@@ -105,7 +105,7 @@ def add_rows(rows: Tensor, form: WireFormat, param: Tensor) -> None:
 
 @dataclass(frozen=True)
 class Residual:
-    """What rounding has left out of this rank's part of a sum, and what it leaves out of this one.
+    """The rest that rounding has left out of this rank's part of a sum, and what it leaves out of this one.
 
     Attributes:
         before: what earlier sums have left out. It does not change.

@@ -110,7 +110,7 @@ Key = tuple[Any, ...]
 
 @dataclass(eq=False)
 class GraphForm:
-    """What calls with equal arguments and surroundings run: a graph, or the unit's own function."""
+    """The code that calls with equal arguments and surroundings run: a graph, or the unit's own function."""
 
     around: Surroundings
     bound: Bound | None = None
@@ -133,7 +133,7 @@ class GraphForm:
 
 @dataclass(eq=False, slots=True)
 class Site:
-    """What earlier calls of one unit ran: the last one, and by key all."""
+    """Forms that earlier calls of one unit ran: the last one, and by key all."""
 
     key: Key | None = None
     form: GraphForm = field(default_factory=lambda: GraphForm(NOTHING))

@@ -18,7 +18,7 @@ Ranges that it does not write are zeroed; ``whole`` says that it writes all leav
 
 
 class GraphHost(Protocol):
-    """What graphs need of the engine."""
+    """The engine as graphs see it."""
 
     @property
     def epoch(self) -> int:

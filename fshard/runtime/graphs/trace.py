@@ -125,7 +125,7 @@ Tangents = tuple[tuple[int, ...] | None, ...]
 
 @dataclass(frozen=True)
 class GraphResult:
-    """How a unit's result is made of its graph's outputs, which are differentiable if they require grad."""
+    """The making of a unit's result of its graph's outputs, which are differentiable if they require grad."""
 
     spec: Any
     leaves: tuple[tuple[str, Any], ...]  # each ``("out", number)``, ``("in", number of an input)`` or ``("value", it)``

@@ -18,7 +18,7 @@ from fshard.sharding.plan import Plan
 
 
 class GroupBuffers(NamedTuple):
-    """Where the gradient of a trainable group lies on its path, 1-D. They may be one tensor.
+    """Places of the gradient of a trainable group on its path, 1-D. They may be one tensor.
 
     Attributes:
         shard: the gradient shard.

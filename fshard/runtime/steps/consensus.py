@@ -34,7 +34,7 @@ RuleNorms = Sequence[tuple[float, Tensor]]
 
 @dataclass(frozen=True)
 class Tally:
-    """What one rank brings to the consensus, summed over its microbatches.
+    """Numbers that one rank brings to the consensus, summed over its microbatches.
 
     Attributes:
         status: how its part went.
@@ -68,7 +68,7 @@ class Tally:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What all ranks learn. Equal on all of them, bit for bit: rows are added in rank order.
+    """Numbers that all ranks learn. Equal on all of them, bit for bit: rows are added in rank order.
 
     Attributes:
         status: of each rank.

@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class End:
-    """How a rank's own part of a step ended.
+    """The end of a rank's own part of a step.
 
     Attributes:
         status: ``OK``, ``FAILED``, ``RETRY`` or ``CUT``.

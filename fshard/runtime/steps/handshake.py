@@ -18,7 +18,7 @@ from fshard.runtime.steps.rows import BatchRows, uneven_rows
 
 @dataclass(frozen=True)
 class Intent:
-    """What a rank is about to run.
+    """The call that a rank is about to run.
 
     Attributes:
         number: equal on two ranks if it is the same.

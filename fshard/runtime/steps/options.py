@@ -21,7 +21,7 @@ from fshard.sharding.plan import Plan
 
 @dataclass(frozen=True)
 class RunOptions:
-    """How something runs: what train and evaluation steps, gradients and steps of parts are asked alike."""
+    """Options of runs: what train and evaluation steps, gradients and steps of parts are asked alike."""
 
     policy: Policy | Auto
     debug: bool
@@ -68,7 +68,7 @@ SKIPS = 10
 
 @dataclass(frozen=True)
 class Options:
-    """What ``make_train_step`` was asked for."""
+    """Options of ``make_train_step``."""
 
     clip: Clip
     skip_norm: float | None

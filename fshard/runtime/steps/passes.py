@@ -30,7 +30,7 @@ Context = Callable[[], AbstractContextManager[object]]
 
 
 class Sink(Protocol):
-    """What a pass tells how far it is: an executor, or its part of one."""
+    """A listener whom a pass tells how far it is: an executor, or its part of one."""
 
     def begin_microbatch(self, index: int) -> None:
         """A microbatch begins."""

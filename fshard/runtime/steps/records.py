@@ -23,7 +23,7 @@ Losses = Sequence[tuple[Tensor, Tensor | float]]
 
 
 class StepRequest(NamedTuple):
-    """What one step is given.
+    """The arguments of one step.
 
     Attributes:
         batch: this rank's batch.
@@ -58,7 +58,7 @@ class StepRequest(NamedTuple):
 
 @dataclass(frozen=True)
 class Ready:
-    """What this rank is about to run."""
+    """A program that this rank is about to run."""
 
     request: StepRequest
     prepared: Prepared
@@ -69,14 +69,14 @@ class Ready:
 
 @dataclass(frozen=True)
 class Agreed:
-    """What all ranks are about to run. ``uneven`` says how the sizes of batches differ."""
+    """A program that all ranks are about to run. ``uneven`` says how the sizes of batches differ."""
 
     ready: Ready
     uneven: list[str]
 
 
 class PassResult(NamedTuple):
-    """What a pass through its microbatches came to on this rank.
+    """The losses of a pass through its microbatches on this rank.
 
     Attributes:
         losses: the total and the count of each microbatch.
@@ -91,7 +91,7 @@ class PassResult(NamedTuple):
 
 @dataclass(frozen=True)
 class ProgramRun:
-    """What this rank's program did, and how it ended."""
+    """The losses of this rank's program, and how it ended."""
 
     agreed: Agreed
     measured: PassResult
@@ -100,7 +100,7 @@ class ProgramRun:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of a step on all ranks.
+    """The outcome of a step on all ranks.
 
     Attributes:
         verdict: what all ranks learned.

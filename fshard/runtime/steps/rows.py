@@ -21,7 +21,7 @@ NUMBERS = 5
 
 @dataclass(frozen=True)
 class BatchRows:
-    """What ranks tell each other of the sizes of their batches, and which of these must be equal.
+    """Facts that ranks tell each other of the sizes of their batches, and which of these must be equal.
 
     Samples lie along dim 0, where every rank has as many as any other. Further dims that the plan cuts, such as that of
     a sequence, are parts of the same samples, and equal on the ranks that share them; others have other lengths.

@@ -14,7 +14,7 @@ from fshard.sharding.plan import Plan
 
 @dataclass(frozen=True, eq=False)
 class PassSpec:
-    """What a pass runs.
+    """The function of a pass, and how it runs.
 
     Attributes:
         fn: the loss function, or for evaluation any function.
