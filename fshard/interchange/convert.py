@@ -13,7 +13,7 @@ from fshard.checkpoint.convert import load_tensor
 from fshard.checkpoint.manifest import Manifest
 from fshard.checkpoint.tensorfile import TensorMeta
 from fshard.checkpoint.write import new_file
-from fshard.errors import CheckpointError, lines
+from fshard.errors import CheckpointError, TreeError, lines
 from fshard.interchange.dcp import DcpSource, load_dcp
 from fshard.interchange.dcp_write import put
 from fshard.interchange.hf import load_hf
@@ -119,7 +119,7 @@ def to_state(path: str, kind: Kind, mesh: Mesh) -> TrainState:
     if kind == "hf":
         files = HfFiles(path)
         files.check_dense()
-        return load_hf(path, _plan(files.tensors, mesh), sgd(0.0))
+        return load_hf(path, _plan(path, files.tensors, mesh), sgd(0.0))
     source = DcpSource(Path(path))
     source.check_dense()
     buffers = {name.rpartition(".")[2] for name in source.tensors if name.startswith("optim.state.")}
@@ -131,7 +131,7 @@ def to_state(path: str, kind: Kind, mesh: Mesh) -> TrainState:
     if buffers - {STEP}:
         states = PrefixSource(source, "optim.state.").tensors
         trained = {name.rpartition(".")[0] for name in states}
-    plan = _plan(tensors, mesh, trained)
+    plan = _plan(path, tensors, mesh, trained)
     return load_dcp(path, plan, opt, model=model, optimizer=None if trained is None else "optim")
 
 
@@ -146,9 +146,13 @@ def _keys(name: str, paths: set[str]) -> tuple[str, ...]:
     return ("optim", "state", path, buffer)
 
 
-def _plan(tensors: Mapping[str, TensorMeta], mesh: Mesh, trained: Container[str] | None = None) -> Plan:
-    """A plan of these tensors, each replicated; all of them train but those that ``trained``, if given, lacks."""
+def _plan(path: str, tensors: Mapping[str, TensorMeta], mesh: Mesh, trained: Container[str] | None = None) -> Plan:
+    """A plan of a file's tensors, each replicated; all of them train but those that ``trained``, if given, lacks."""
     leaves = {name: torch.empty(meta.shape, dtype=meta.dtype, device="meta") for name, meta in tensors.items()}
     frozen = [re.escape(name) for name in leaves if trained is not None and name not in trained]
     rules = [Rule("|".join(frozen), P(), trainable=False)] if frozen else []
-    return make_plan(tree.nest(leaves), mesh, [*rules, *([Rule(".*", P())] if len(frozen) < len(leaves) else [])])
+    rules += [Rule(".*", P())] * (len(frozen) < len(leaves))
+    try:
+        return make_plan(tree.nest(leaves), mesh, rules)
+    except TreeError as error:
+        raise CheckpointError(f"{path} holds names that no tree has: {error}") from error

@@ -26,6 +26,7 @@ from fshard.runtime.comm import COLLECTIVES, Facts, digest, mesh_communicator, r
 from fshard.runtime.comm.communicator import SingleRankTransport, Transport
 from fshard.runtime.comm.communicators import Communicators
 from fshard.runtime.engine.batch import check_detached, signature
+from fshard.runtime.engine.loss import check_data, left_by_trace
 from fshard.runtime.engine.rng import seeded
 from fshard.runtime.execution import PendingUpdate, Shield, Update, parts_of
 from fshard.runtime.execution.executor import Scheduled
@@ -49,6 +50,7 @@ from fshard.state.equal import Equal
 from fshard.state.memory import StateMemory
 from fshard.state.settle import complete
 from fshard.state.train_state import TrainState
+from fshard.torch_internals import DataDependentOutputException
 
 PATIENCE = 3
 """Steps that may leave their schedule for such arguments before it stays: another recording takes a trace."""
@@ -301,7 +303,12 @@ class StepRunner:
             arguments = replay.inside(given)
             inside = bind(self.plan.mesh, self.plan.data_axes, running=replay)
             with inside, self._randomness(given.states[0]), shield.opened():
-                return replay.result(self.fn(*arguments))
+                try:
+                    result = replay.result(self.fn(*arguments))
+                except DataDependentOutputException as error:
+                    raise left_by_trace() from error
+                check_data(result.metrics)
+                return result
 
         result, end = attempted(program, executor, self._transport)
         if end.status != OK:

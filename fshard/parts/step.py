@@ -108,8 +108,9 @@ class Step(LatestRun):
         if not self._told:
             self._told = True
             warnings.warn(
-                f"the parts of {self!r} run one by one, since {why}. That is right, but slower, with a handshake and a "
-                f"consensus for each: decide by torch.where, or outside of the step",
+                f"the parts of {self!r} run one by one, since {why}. Each has a handshake and consensus of "
+                f"its own, and the function may run more often than it is called, so it cannot count calls: decide "
+                f"by torch.where, by state.step, or outside of the step",
                 stacklevel=4,
             )
 

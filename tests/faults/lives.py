@@ -62,12 +62,24 @@ def rank_of(rank: int, world: int, victim: int, where: str, port: int, folder: s
     os.dup2(log, 2)
     torch.set_num_threads(1)
 
+    def come(ask: Any = joining._agreed) -> Any:
+        def asks(*given: Any) -> Any:
+            Path(folder, f"came{rank}").touch()
+            return ask(*given)
+
+        return asks
+
     def die(*given: object) -> Any:
+        deadline = time.monotonic() + GRACE / 2  # whoever comes after the store is gone can only wait for it
+        while len(list(Path(folder).glob("came*"))) < world - 1 and time.monotonic() < deadline:
+            time.sleep(0.05)
         time.sleep(0.5)
         Path(folder, "died").write_text(str(time.monotonic()))
         os.kill(os.getpid(), signal.SIGKILL)
 
-    if rank == victim and where != "step":
+    if rank != victim:
+        joining._agreed = come()
+    elif where != "step":
         setattr(joining, where, die)
     try:
         mesh = fs.make_mesh((-1,), ("data",), timeout=30.0)
@@ -110,7 +122,6 @@ def left_behind(cycles: int, shared_memory: bool) -> tuple[int, int]:
 
     def counts() -> tuple[int, int]:
         gc.collect()
-        time.sleep(0.5)  # threads that a mesh had end on their own time
         return len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd"))
 
     def job() -> None:
@@ -122,7 +133,9 @@ def left_behind(cycles: int, shared_memory: bool) -> tuple[int, int]:
     before = counts()
     for _ in range(cycles):
         job()
-    after = counts()
+    deadline = time.monotonic() + GRACE / 4  # threads that a mesh had end on their own time
+    while (after := counts()) > before and time.monotonic() < deadline:
+        time.sleep(0.1)
     return after[0] - before[0], after[1] - before[1]
 
 

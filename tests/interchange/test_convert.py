@@ -9,7 +9,8 @@ import torch
 
 import fshard as fs
 from fshard.cli.main import main
-from fshard.interchange.convert import kind_of
+from fshard.errors import CheckpointError
+from fshard.interchange.convert import kind_of, to_state
 from fshard.interchange.metadata import read_metadata
 
 OPT = fs.optim.adamw(1e-2)
@@ -94,3 +95,10 @@ def test_what_cannot_be_converted(run_folder: Path, tmp_path: Path, capsys: pyte
         assert status == 2 and "is not a checkpoint of fshard (hf)" in said
     assert kind_of(str(run_folder)) is None and kind_of(str(tmp_path / "gone")) is None
     assert kind_of(str(tmp_path / "hf" / "model.safetensors")) == "hf"
+
+
+def test_names_that_no_tree_has_are_told_with_the_folder(tmp_path: Path) -> None:
+    (tmp_path / "bad").mkdir()
+    safetensors.torch.save_file({"../x": torch.ones(2)}, tmp_path / "bad" / "model.safetensors")
+    with pytest.raises(CheckpointError, match="bad holds names that no tree has"):
+        to_state(str(tmp_path / "bad"), "hf", fs.make_mesh((1,), ("shard",)))

@@ -353,3 +353,19 @@ def test_use_mesh_inside_of_a_step_function() -> None:
     step = fs.make_step(fn, tools.plan)
     step(_start(tools), batch(0))
     assert step.record == step.schedule.ops and len(step.record) > 3
+
+
+def test_tensors_that_a_trace_has_left_in_a_closure() -> None:
+    with fs.make_mesh((1,), ("shard",)) as mesh:
+        tools, kept = Tools(mesh), [torch.zeros((), dtype=torch.float64)]
+
+        def averages(state: Any, batch: Any) -> Any:
+            loss, grads = tools.grad(state.params, data(batch))
+            kept[0] = 0.9 * kept[0] + 0.1 * loss
+            return tools.update(state, grads)[0], {"average": kept[0]}
+
+        step = fs.make_step(averages, tools.plan)
+        state = fs.init_state(tools.plan, OPT, params=whole())
+        with pytest.raises(fs.errors.LossError, match="keeps tensors from one call to the next"):
+            for number in range(2):
+                state, _ = step(state, local(batch(number), tools.plan))
