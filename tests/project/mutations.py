@@ -84,8 +84,8 @@ MUTATIONS = [
     ),
     Mutation(
         "training/buffers.py",
-        "apply(row, Sum(ranks)) / ranks.size",
-        "apply(row, Sum(ranks))",
+        "apply(row, LinearSum(ranks)) / ranks.size",
+        "apply(row, LinearSum(ranks))",
         "training/test_buffers_synced.py",
     ),
     # models, optimizers, states
@@ -97,7 +97,7 @@ MUTATIONS = [
     # derivatives, collectives, parallel layers
     Mutation(
         "transform/products.py",
-        "apply(count, Sum(data)) if data.size > 1 else count",
+        "apply(count, LinearSum(data)) if data.size > 1 else count",
         "count",
         "transform/test_tools.py",
     ),
