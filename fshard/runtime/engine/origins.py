@@ -16,10 +16,13 @@ from fshard import tree
 from fshard.runtime.engine.engine import Engine, Executor, Sink, Traits
 from fshard.runtime.engine.remat import Remat
 from fshard.sharding.plan import Plan
-from fshard.torch_internals import FakeTensor, TorchDispatchMode
+from fshard.torch_internals import TorchDispatchMode
 
 TOLD: dict[str, Callable[[Tensor], Tensor]] = {"nan": torch.isnan, "inf": torch.isinf}
 """The kinds of numbers that are not finite."""
+
+PLAIN = (Tensor, torch.nn.Parameter)
+"""The classes of tensors that are looked at."""
 
 GIVEN = frozenset({"empty", "new_empty", "fill", "full", "new_full", "masked_fill", "index_fill", "scalar_tensor"})
 """Operators that write what they are given, as masks of attention are, or that leave memory as it was."""
@@ -89,11 +92,14 @@ def _writes_what_is_given(func: Any) -> bool:
 
 
 def _any(kind: str, values: Iterable[Any]) -> bool:
-    """Tell whether any element of these tensors is of a kind. Tensors that cannot be asked have none."""
+    """Tell whether any element of these tensors is of a kind. Tensors that cannot be asked have none.
+
+    Those of other classes are not asked: a DTensor would ask other ranks, which may have no question at that place.
+    """
     for value in values:
         if isinstance(value, float) and kind in str(value):
             return True
-        if not isinstance(value, Tensor) or isinstance(value, FakeTensor) or value.layout is not torch.strided:
+        if type(value) not in PLAIN or value.layout is not torch.strided:
             continue
         if value.is_meta or not (value.is_floating_point() or value.is_complex()):
             continue
