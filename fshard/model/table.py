@@ -10,7 +10,7 @@ from torch import Tensor
 class ModuleTable:
     """Values that a whole leaf begins with.
 
-    >>> Table(torch.arange(6.0).view(2, 3))(0, (2, 3), torch.tensor([1, 4]))
+    >>> ModuleTable(torch.arange(6.0).view(2, 3))(0, (2, 3), torch.tensor([1, 4]))
     tensor([1., 4.])
     """
 

@@ -58,7 +58,7 @@ def settled(series: Sequence[Sequence[float]], sent: int) -> LinkStream:
         sent: bytes that a rank sends for each.
 
     >>> settled([[0.0, 0.0, 0.5, 1.0]], 100)
-    Stream(rate=200.0, burst=200.0, each=0.0, peers=0, together=1)
+    LinkStream(rate=200.0, burst=200.0, each=0.0, peers=0, together=1)
     """
     most = max(map(len, series))
     rate, burst = max(_steady(times, sent) for times in series if len(times) == most), 0.0

@@ -103,7 +103,7 @@ def rows_of(plan: Plan) -> BatchRows:
     >>> import fshard as fs, torch
     >>> mesh = fs.abstract_mesh((2, 2), ("data", "cp"))
     >>> rows_of(fs.make_plan({"w": torch.ones(2)}, mesh, [(".*", P())], batch=P("data", "cp")))
-    Rows(further=(1,), shared=(0, 0, 1, 1), idle=(), alike=(), spec=P('data', 'cp'))
+    BatchRows(further=(1,), shared=(0, 0, 1, 1), idle=(), alike=(), spec=P('data', 'cp'))
     """
     spec, mesh = plan.batch, plan.mesh
     further = tuple([dim for dim, entry in enumerate(spec.dims) if dim and mesh.axis_size(axes_of(entry)) > 1])
