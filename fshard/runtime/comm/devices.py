@@ -156,7 +156,8 @@ def place_of(device: torch.device) -> DevicePlace:
 def problem_of(places: Sequence[DevicePlace]) -> str:
     """List what is wrong with the places of all ranks; empty if nothing is.
 
-    >>> print(problem_of([DevicePlace("cuda:0", "a", "GPU-1"), DevicePlace("cuda:0", "b", "GPU-2"), DevicePlace("cuda:0", "a", "GPU-1")]))
+    >>> first, other = DevicePlace("cuda:0", "a", "GPU-1"), DevicePlace("cuda:0", "b", "GPU-2")
+    >>> print(problem_of([first, other, first]))
     several ranks are on one GPU:
       ranks 0, 2: cuda:0 of host a (GPU-1)
     Start as many ranks a host as it has GPUs, or give each rank one by CUDA_VISIBLE_DEVICES.
