@@ -48,7 +48,7 @@ SELDOM = 100_000
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Return what the command takes."""
+    """Add what the command takes."""
     parser.set_defaults(run=run)
     parser.add_argument("job", nargs="?", help="FILE.py:FUNCTION, which returns a dict, or a train step and a batch")
     parser.add_argument("--hf", metavar="CONFIG", help="a config.json of Hugging Face, or its folder")
@@ -245,7 +245,7 @@ def seldom_collected() -> Iterator[None]:
 
 @contextmanager
 def telling(silent: bool) -> Any:
-    """Return what is told how far the command is: a bar on standard error, if that is a terminal."""
+    """Return the listener that is told how far the command is: a bar on standard error, if that is a terminal."""
     told: Progress = lambda what, part: None  # noqa: E731
     try:
         from rich.console import Console

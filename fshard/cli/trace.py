@@ -11,7 +11,7 @@ from fshard.view.chrome import OpSpan, ScheduleRun, write
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Return what the command takes."""
+    """Add what the command takes."""
     parser.set_defaults(run=run)
     parser.add_argument("folder", help="the folder that an error named, or fs.view.record, or FSHARD_RECORD")
     parser.add_argument("--out", help="the trace file; trace.json in the folder by default")

@@ -165,7 +165,7 @@ class Paths:
         self._walk(flight.group, flight.microbatch, flight.number + 1)
 
     def _until_over(self, group: int, kind: str) -> None:
-        """Return what a transfer reads holds one microbatch at a time: the one before must be over."""
+        """Require the transfer before to be over: what one reads holds one microbatch at a time."""
         while any([flight.group == group for flight in self.in_flight[kind]]):
             self._wait(kind)
 

@@ -71,7 +71,7 @@ class Cuts:
                 self.watchdog.notes.leave(self._key(comm), f"rank {self.rank} gave up: {reason}")
 
     def look(self) -> None:
-        """Say where a program takes long, look whether another rank has failed."""
+        """Look whether another rank has failed, where a program takes long."""
         if time.monotonic() - self.since < PATIENCE:
             return
         for role, comms in self.waiting().items():

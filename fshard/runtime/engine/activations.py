@@ -122,7 +122,7 @@ class Activations(TorchDispatchMode):
 
     @contextmanager
     def outside(self) -> Iterator[None]:
-        """Return what is made inside does not count."""
+        """Count nothing that is made inside."""
         before, self.paused = self.paused, True
         try:
             yield

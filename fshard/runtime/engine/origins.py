@@ -1,4 +1,4 @@
-"""Where a pass first made a number that is not finite: the operator, in debug mode.
+"""Origins of numbers that are not finite: the first operators of a pass that made them, in debug mode.
 
 A mode of PyTorch sees each operator that code of the user runs, and autograd after it. What the executor runs between
 units is not looked at: freed memory is full of nan there.
@@ -46,7 +46,7 @@ class Origins:
 
     @contextmanager
     def pause(self) -> Iterator[None]:
-        """Return what runs inside is not the program's."""
+        """Look at nothing that runs inside: it is not the program's."""
         before, self.paused = self.paused, True
         try:
             yield

@@ -236,7 +236,7 @@ class OnDemand:
         """Nothing runs ahead on demand."""
 
     def readable(self, groups: Sequence[int]) -> bool:
-        """Return what was gathered stays."""
+        """Keep what was gathered."""
         self.again.note(groups)
         return self.actions.readable.issuperset(groups)
 

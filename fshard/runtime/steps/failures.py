@@ -120,7 +120,7 @@ def starved(error: BaseException) -> bool:
 
 @contextmanager
 def together(comms: Communicators) -> Iterator[None]:
-    """Return what leaves this otherwise than all ranks together leaves the mesh broken.
+    """Break the mesh by what leaves this otherwise than all ranks together.
 
     Its peers must not wait for it.
     """

@@ -276,7 +276,7 @@ class Runner:
             check_even(agreed.ready.request.batch, len(agreed.ready.parts))
 
     def _stopped(self, agreed: Agreed, end: End) -> End:
-        """Say where a program that did not end updates in its backward, update nothing more."""
+        """Update nothing more, where a program that did not end updates in its backward."""
         update = agreed.ready.request.update
         if end.status == OK or not self.in_backward or update is None:
             return end
@@ -284,7 +284,7 @@ class Runner:
         return End(FAILED, end.failure or left_in_backward()) if update.begun else end
 
     def _excused(self, agreed: Agreed, end: End) -> End:
-        """Say where there was too little memory for a policy that the step could do without, ask for another one."""
+        """Ask for another policy, where there was too little memory for one that the step could do without."""
         trial, failure = agreed.ready.prepared.trial, end.failure
         if self.in_backward or trial is None or not trial.dispensable:
             return end
