@@ -236,7 +236,7 @@ class OnDemand:
         """Nothing runs ahead on demand."""
 
     def readable(self, groups: Sequence[int]) -> bool:
-        """Keep what was gathered."""
+        """Tell whether these groups can be read: what was gathered stays."""
         self.again.note(groups)
         return self.actions.readable.issuperset(groups)
 
