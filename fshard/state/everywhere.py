@@ -10,6 +10,7 @@ from torch import Tensor
 from fshard import tree
 from fshard.errors import PlanError, StateError, TreeError, lines
 from fshard.played.cooperative import playing
+from fshard.runtime.comm.copies import bits
 from fshard.sharding.plan import Plan
 from fshard.state.memory import StateMemory, version
 from fshard.state.pieces import entries_of, split_name
@@ -100,24 +101,33 @@ class MemoryOfAllRanks:
         return trees
 
 
+Contents = tuple[int, int]
+"""The writes to a tensor that PyTorch counts, and a hash of its bits: those by ``x.data`` and NumPy are not counted."""
+
+
+def contents(leaf: Tensor) -> Contents:
+    """The contents of a tensor, as any write to it changes them."""
+    return version(leaf), bits(leaf)
+
+
 class WholeCopies:
     """The whole tensors that a caller was given and may still hold: copies, so that what is written there is lost."""
 
     def __init__(self) -> None:
         self._last: tuple[str, Any, dict[str, Tensor]] = "", {}, {}
-        self._given: list[tuple[str, weakref.ref[Tensor], int]] = []
+        self._given: list[tuple[str, weakref.ref[Tensor], Contents]] = []
 
     def note(self, trees: dict[str, Any], prefix: str) -> None:
         """Note what is given now. It is kept until the next is given, since a caller may write to it and let go."""
         leaves = dict(tree.paths(trees))
-        found = [(f"state.{prefix}{path}", weakref.ref(leaf), version(leaf)) for path, leaf in leaves.items()]
+        found = [(f"state.{prefix}{path}", weakref.ref(leaf), contents(leaf)) for path, leaf in leaves.items()]
         self._last = prefix, trees, leaves
         self._given = [one for one in self._given if one[1]() is not None] + found
 
     def written(self) -> list[str]:
         """A line for each leaf that was written to or replaced since it was given. It is told once."""
-        held = [(path, leaf, n) for path, ref, n in self._given if (leaf := ref()) is not None]
-        wrong = [f"{path}: was written to in place" for path, leaf, n in held if version(leaf) != n]
+        held = [(path, leaf, was) for path, ref, was in self._given if (leaf := ref()) is not None]
+        wrong = [f"{path}: was written to in place" for path, leaf, was in held if contents(leaf) != was]
         prefix, trees, leaves = self._last
         now = dict(tree.paths(trees))
         wrong += [

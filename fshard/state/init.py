@@ -51,7 +51,7 @@ def init_state(
     Args:
         plan: the plan.
         opt: the optimizer, whose state starts for each shard; None for parameters alone: a state for eval steps.
-        seed: values depend on ``(seed, path, global index)`` alone, so they are the same on any mesh. It also seeds
+        seed: fresh values depend on ``(seed, path, global index)`` alone: they are the same on any mesh. It also seeds
             the random numbers inside steps.
         params: whole tensors to start from, instead of fresh values. A wider dtype of the plan's takes them as they
             are; a narrower one would round them, and is refused.

@@ -11,7 +11,7 @@ from torch import Tensor
 from fshard import tree
 from fshard.arguments import described
 from fshard.errors import DonatedError, StateError, TreeError, lines
-from fshard.runtime.execution import PendingUpdate, Several, Shard, Shards
+from fshard.runtime.execution import PendingUpdate, Several, Shard, Shards, held_back
 from fshard.runtime.memory import BufferLayout, keep, memory_space, values_of
 from fshard.sharding.layout import Group
 from fshard.sharding.plan import Plan
@@ -90,6 +90,21 @@ def _fill(
 
 
 @dataclass(frozen=True)
+class Loose:
+    """The trees of a state that have not become buffers yet.
+
+    Attributes:
+        layout: makes the buffers.
+        params: the parameters.
+        opt: the optimizer's trees, by name.
+    """
+
+    layout: Layout
+    params: Any
+    opt: Any
+
+
+@dataclass(frozen=True)
 class Donation:
     """Memory that was given away, until the next state is used.
 
@@ -134,7 +149,7 @@ class StateMemory:
         self.compared = self.lent = False
         self.origin: int | None = None
         self._shards = shards
-        self._loose: Layout | None = None
+        self._loose: Loose | None = None
         self._params: Any = None
         self._opt: Any = None
         self._read: list[tuple[Tensor, int]] = []
@@ -145,7 +160,7 @@ class StateMemory:
     def of(cls, layout: Layout, params: Any, opt_state: Any) -> "StateMemory":
         """The memory of trees. They become buffers when a step, or anything else, asks for these."""
         out = cls(layout.plan, None)
-        out._loose, out._params, out._opt = layout, params, opt_state
+        out._loose = Loose(layout, params, opt_state)
         return out
 
     @property
@@ -162,8 +177,8 @@ class StateMemory:
             TreeError: trees that are not those of the plan.
         """
         if self._loose is not None:
-            self._shards = self._loose.pack(self._params, self._opt)
-            self._loose = self._params = self._opt = None
+            self._shards = self._loose.layout.pack(self._loose.params, self._loose.opt)
+            self._loose = None
         self._take_back()
         if self._giver is not None:  # somebody holds this memory, and what follows may write to it
             self._giver._given = None
@@ -179,10 +194,11 @@ class StateMemory:
         """The shards, with no update waiting. Local: what other ranks update may still be missing."""
         shards = self.shards(step)
         if self.pending is not None:
-            if self.lent:
-                self._shards = shards = shards.clone()
-            self.pending.finish(shards)
-            self.pending = None
+            with held_back():  # an update that was applied, and still seems to wait, would be applied twice
+                if self.lent:
+                    self._shards = shards = shards.clone()
+                self.pending.finish(shards)
+                self.pending = None
         return shards
 
     def whole(self, step: int) -> Shards:
@@ -199,7 +215,7 @@ class StateMemory:
     def layout(self, step: int) -> Layout:
         """Return what makes buffers of its trees."""
         if self._loose is not None:
-            return self._loose
+            return self._loose.layout
         shards = self.shards(step)
         return Layout(self.plan, shards.layouts, tuple([shard.part for shard in shards]))
 
@@ -210,28 +226,31 @@ class StateMemory:
             step: names the state in an error.
             stale: give also what lacks the updates of other ranks.
         """
-        if self._loose is None:
-            shards = self.applied(step) if stale else self.whole(step)
-            if self._params is None:
-                chunks = [values_of(group, shards[group.id].param) for group in self.plan.groups]
-                self._params = self._tree(lambda group, n: local_view(self.plan, group, n, chunks[group.id]))
-                self._read = [(leaf, version(leaf)) for _, leaf in tree.paths(self._params)]
+        if self._loose is not None:
+            return self._loose.params
+        shards = self.applied(step) if stale else self.whole(step)
+        if self._params is None:
+            chunks = [values_of(group, shards[group.id].param) for group in self.plan.groups]
+            params = self._tree(lambda group, n: local_view(self.plan, group, n, chunks[group.id]))
+            self._read = [(leaf, version(leaf)) for _, leaf in tree.paths(params)]
+            self._params = params
         return self._params
 
     def opt_state(self, step: int) -> Any:
         """The trees of the optimizer's state, made once."""
-        if self._loose is None:
-            shards = self.applied(step)
-            if self._opt is None:
-                names = dict.fromkeys(name for shard in shards for name in shard.opt)
-                self._opt = {name: self._tree(_viewer(self.plan, shards, name)) for name in names}
+        if self._loose is not None:
+            return self._loose.opt
+        shards = self.applied(step)
+        if self._opt is None:
+            names = dict.fromkeys(name for shard in shards for name in shard.opt)
+            self._opt = {name: self._tree(_viewer(self.plan, shards, name)) for name in names}
         return self._opt
 
     def clone(self, step: int) -> "StateMemory":
         """The same values in memory of its own."""
         if self._loose is not None:
-            params, opt = tree.mapped(_cloned, (self._params, self._opt))
-            return StateMemory.of(self._loose, params, opt)
+            params, opt = tree.mapped(_cloned, (self._loose.params, self._loose.opt))
+            return StateMemory.of(self._loose.layout, params, opt)
         return StateMemory(self.plan, self.applied(step).clone(), None, self.stale)
 
     def with_params(self, step: int, params: Any) -> "StateMemory":
@@ -256,7 +275,10 @@ class StateMemory:
             to: the memory of the next state, which shares this one's tensors and has written to none of them. If nobody
                 holds it, because an interrupt came before the caller had it, this memory is as it was.
         """
+        # An interrupt may come between any two lines: the trees are let go first, so that this memory never shows an
+        # emptied tensor, and the way back is there before the shards go.
         read = [held for held in (self._params, self._opt) if held is not None]
+        self._params = self._opt = None
         for tensor in tree.leaves(read) if read else ():
             if isinstance(tensor, Tensor):
                 with torch.no_grad():
@@ -264,14 +286,14 @@ class StateMemory:
                 tensor.__class__ = Donated
         if to is not None and self._shards is not None:
             self._given, to._giver = Donation(weakref.ref(to), self._shards, self.pending, self.stale), self
-        self._shards = self.pending = self._params = self._opt = None
+        self._shards = self.pending = None
         self.stale = {}
 
     def _take_back(self) -> None:
         """Be as before ``donate`` if nobody holds the memory of the next state."""
         given = self._given
         if given is not None and given.to() is None:
-            self._given, self._shards, self.pending, self.stale = None, given.shards, given.pending, given.stale
+            self._shards, self.pending, self.stale, self._given = given.shards, given.pending, given.stale, None
 
     def check_unwritten(self) -> None:
         """Refuse memory whose ``params`` were written to: what is assigned there never reaches the shards.
@@ -279,7 +301,7 @@ class StateMemory:
         Raises:
             TreeError: naming the leaves.
         """
-        if self._params is None or self._loose is not None:
+        if self._params is None:
             return
         now = dict(tree.paths(self._params))
         kept = list(zip(self.plan.leaves, self._read, strict=True))

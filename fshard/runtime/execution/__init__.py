@@ -2,7 +2,7 @@
 
 from fshard.runtime.execution.rounding import Rounding, rounded_groups
 from fshard.runtime.execution.shards import Gradients, Shard, Shards, gradients_of, start_shard
-from fshard.runtime.execution.signals import Shield
+from fshard.runtime.execution.signals import Shield, held_back
 from fshard.runtime.execution.trace import ProgramTrace
 from fshard.runtime.execution.update import PendingUpdate, Several, Update, partly_updated, parts_of
 
@@ -17,6 +17,7 @@ __all__ = [
     "Shield",
     "Update",
     "gradients_of",
+    "held_back",
     "partly_updated",
     "parts_of",
     "rounded_groups",

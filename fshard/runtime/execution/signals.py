@@ -14,7 +14,7 @@ from typing import Any, Self
 
 from fshard.tracebacks import hide
 
-HELD = (signal.SIGINT, signal.SIGTERM)
+HELD = (signal.SIGINT, signal.SIGTERM, signal.SIGALRM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 """The signals whose handlers may raise."""
 
 ENOUGH = 3
@@ -113,3 +113,12 @@ class Shield:
         before, self.open = self.open, False
         self.kept[number](number, frame)
         self.open = before
+
+
+@contextmanager
+def held_back() -> Iterator[None]:
+    """Hold signals back for a moment of work that must not stop half way: their handlers run when it is over."""
+    with Shield() as shield:
+        yield
+    if shield.late is not None:
+        raise shield.late
