@@ -26,7 +26,7 @@ ORDER = (
     "functional",
     "checkpoint",
     "plan_time",
-    "foresight",
+    "auto",
     "published",
     "gpu",
 )

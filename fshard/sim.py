@@ -1,16 +1,14 @@
 """When the ops of a schedule would run, given what ops and bytes cost: simulation without processes.
 
-``calibrate`` measures costs on real ranks; ``LINKS``, ``DEVICES`` and ``hardware`` say what machines promise;
-``search`` tries shapes of the mesh, recomputation and wire formats.
+``Costs.of(step.measured)`` has the costs of real steps; ``LINKS``, ``DEVICES`` and ``hardware`` say what machines
+promise; ``search`` tries shapes of the mesh, recomputation and wire formats.
 """
 
-from fshard.foresight.calibrate import calibrate
 from fshard.foresight.hardware import Hardware, hardware
 from fshard.foresight.options import Option, Search
 from fshard.foresight.search import search
 from fshard.runtime.steps.rates import measured_peak
-from fshard.schedule.costs import Costs, Noise, read_costs
-from fshard.schedule.link import Link
+from fshard.schedule.costs import Costs, Link, Noise, read_costs
 from fshard.schedule.machines import DEVICES, LINKS, Cluster
 from fshard.schedule.simulate import Simulation, simulate
 
@@ -25,7 +23,6 @@ __all__ = [
     "Option",
     "Search",
     "Simulation",
-    "calibrate",
     "hardware",
     "measured_peak",
     "read_costs",

@@ -19,7 +19,7 @@ from fshard.runtime.memory.optimizer_layout import beside_bytes, shard_bytes
 from fshard.schedule.auto import Candidate, tried
 from fshard.schedule.build import build
 from fshard.schedule.candidates import PolicyTask, candidates
-from fshard.schedule.footprint import Footprint, Need
+from fshard.schedule.footprint import Need
 from fshard.schedule.infos import between, communicators, fast_axes, group_infos
 from fshard.schedule.policy import Policy
 from fshard.schedule.schedule import Schedule
@@ -286,8 +286,3 @@ def scaling(
         updates = _by_name(smaller, update_needs(smaller, opt))
         costs = hardware.of(replace(task, updates=updates), smaller).only({op.kind for op in schedule})
         yield mesh.size, simulate(schedule, costs).seconds
-
-
-def memory_words(memory: Footprint) -> str:
-    """Say where the peak is."""
-    return f"op {memory.op}, {memory.where}"

@@ -99,7 +99,7 @@ class Hardware:
         check_costs(self.costs, task, self.costs_of)
         moved = {op: seconds for op, seconds in packing.items() if moves(op[0])}  # its updates were measured
         copies |= self.costs.copies
-        return self.costs.over(Costs(moved, links=links, processors=self.costs.processors, copies=copies))
+        return self.costs.over(Costs(moved, links=links, copies=copies))
 
     def held(self, plan: Plan, tried: Candidate, task: PolicyTask) -> int:
         """Bytes that a policy holds beside the state, communicators included."""
@@ -125,7 +125,7 @@ def check_costs(costs: Costs, task: PolicyTask, name: str) -> None:
     problems += [f"{kind} {unit}: not in the costs" for kind, unit in lacking if unit != ROOT or not known]
     if problems:
         head = f"{name} are not those of this program: {len(problems)} of its ops or theirs have no counterpart"
-        remedy = "Calibrate a step of this model, step.calibrate(batch).save(FILE), or foresee without measured costs."
+        remedy = "Measure steps of this model, fs.sim.Costs.of(step.measured).save(FILE), or foresee without costs."
         raise PlanError(lines(head, problems, remedy))
 
 

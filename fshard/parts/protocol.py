@@ -246,7 +246,8 @@ class StepRunner:
                 result, end = self._run(replay, executor, given, shield)
                 attempt, verdict = executor.consensus(lambda: self._decided(replay, executor, result, end, uneven))
         finally:
-            self.latest = Latest(step.schedule, executor.record, executor.times)
+            device = self.plan.mesh.device.type
+            self.latest = Latest(step.schedule, executor.record, executor.times, device=device)
             for prepared in step.passes:
                 prepared.actions.stop()
         for state in given.states:

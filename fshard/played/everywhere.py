@@ -177,14 +177,6 @@ class OfAllRanks:
             args = (*args[:-1], _first_part(args[-1], plan))
         return self._all_here().trace(*args)
 
-    def calibrate(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
-        """As on a rank; outside of ``run`` of a global batch, on all ranks."""
-        plan = self._all_plan
-        if not plan.mesh.everywhere or tree_states(batch):
-            return self._all_here().calibrate(batch, *args, **kwargs)
-        mesh: Playable = plan.mesh  # type: ignore[assignment]
-        return mesh.run(lambda: self._all_here().calibrate(part_of(batch, plan), *args, **kwargs))[0]
-
     def _all_on_first(self, ask: Callable[[Any], Any]) -> Any:
         """The answer of the object of rank 0, where it runs."""
         plan = self._all_plan

@@ -2,8 +2,7 @@
 
 from fshard.schedule.build import build
 from fshard.schedule.check import check
-from fshard.schedule.costs import Costs
-from fshard.schedule.link import Link
+from fshard.schedule.costs import Costs, Link
 from fshard.schedule.memory import ScheduleMemory
 from fshard.schedule.ops import ROOT, Call, GroupInfo, Op, Program
 from fshard.schedule.policy import Policy

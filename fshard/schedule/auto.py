@@ -13,9 +13,8 @@ from fshard.arguments import size_text
 from fshard.schedule import refusals
 from fshard.schedule.build import build
 from fshard.schedule.candidates import PolicyTask, candidates
-from fshard.schedule.costs import Costs
+from fshard.schedule.costs import Costs, Link
 from fshard.schedule.footprint import Footprint, Need, footprint
-from fshard.schedule.link import Link
 from fshard.schedule.machines import Speed, unit_seconds
 from fshard.schedule.policy import UPDATES, Policy
 from fshard.schedule.schedule import Schedule
@@ -70,7 +69,7 @@ class Auto:
 
 @dataclass(frozen=True)
 class Rates:
-    """Rates on which the choice stands before costs are measured: operations a second, bytes a second, seconds."""
+    """Rates by which candidates are ranked: operations a second, bytes a second, seconds."""
 
     compute: float
     wire: float

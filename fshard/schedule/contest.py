@@ -15,19 +15,16 @@ from fshard.schedule.check import check
 from fshard.schedule.policy import Policy
 from fshard.schedule.schedule import Schedule
 
-MOST = 10
+MOST = 6
 """Contenders at most."""
 
 WORTH = 1.3
 """Policies that are foreseen to take more than so many times the fastest are not timed."""
 
-TURNS = ((3, 9), (8, 24))
-"""Turns that count of each round, at least and at most. The one before them does not: it allocates and compiles."""
+TURNS = (2, 5)
+"""Turns that count of each round. The one before them does not: it allocates and compiles."""
 
-SPAN = 1.0
-"""Seconds that a round should take, by foresight: machines that others share are slow for tenths of a second."""
-
-NEAR, FINALISTS = 1.08, 4
+NEAR, FINALISTS = 1.15, 3
 """After the first round, those within so many times the best go on, and so many of them."""
 
 
@@ -60,10 +57,8 @@ class Round:
 
     @property
     def turns(self) -> int:
-        """The turns that count: more of them if steps are short."""
-        least, most = TURNS[self.number]
-        turn = sum(each.candidate.seconds for each in self.contenders)
-        return min(max(least, math.ceil(SPAN / turn)), most) if turn > 0 else most
+        """The turns that count."""
+        return TURNS[self.number]
 
     @property
     def steps(self) -> int:
@@ -132,7 +127,8 @@ def contenders(choice: Choice, room: int | None = None) -> tuple[Contender, ...]
         room: bytes that a step may hold, if the limit of the choice is not the only one.
 
     Returns:
-        Foresight's choice first. All together stay within the limit while they share the largest arena.
+        The default policy first, if it is among them: so a run begins as any other. All together stay within the limit
+        while they share the largest arena.
     """
     chosen, limit = choice.chosen, min([each for each in (choice.budget, room) if each is not None], default=math.inf)
     found = [Contender(chosen, choice.schedule)]
@@ -144,7 +140,8 @@ def contenders(choice: Choice, room: int | None = None) -> tuple[Contender, ...]
             found.append(Contender(each, schedule))
         if len(found) == MOST:
             break
-    return tuple(found)
+    default = Policy(update=choice.policy.update)
+    return tuple(sorted(found, key=lambda each: each.policy != default))
 
 
 def held(contenders: Sequence[Contender]) -> int:
@@ -165,21 +162,20 @@ def _promising(choice: Choice, limit: float) -> Iterator[Candidate]:
     The default policy, and two of each kind, of the fastest kind first.
     """
     default, kinds = Policy(update=choice.policy.update), dict[str, list[Candidate]]()
-    for each in _worth(choice, limit):
-        if each.policy == default:
-            yield each
+    fits = _fitting(choice, limit)
+    yield from (each for each in fits if each.policy == default)
+    fastest = min((each.seconds for each in fits), default=0.0)
+    for each in [each for each in fits if each.seconds <= WORTH * fastest]:
         kinds.setdefault(f"{each.policy.reshard} {each.policy.accumulation}", []).append(each)
     for kind in kinds.values():
         ahead = [each for each in kind if each.policy.prefetch >= 2 and each.policy.reduces >= 2]
         yield from (_best(some) for some in (ahead, kind) if some)
 
 
-def _worth(choice: Choice, limit: float) -> Sequence[Candidate]:
-    """Candidates that fit, on the units of the choice, and are foreseen to be about as fast; the fastest first."""
+def _fitting(choice: Choice, limit: float) -> Sequence[Candidate]:
+    """Candidates that fit, on the units of the choice, the fastest first."""
     again = choice.task.again
-    fits = [each for each in choice.candidates if each.again == again and each.memory.peak_bytes <= limit]
-    fastest = min((each.seconds for each in fits), default=0.0)
-    return [each for each in fits if each.seconds <= WORTH * fastest]
+    return [each for each in choice.candidates if each.again == again and each.memory.peak_bytes <= limit]
 
 
 def _best(some: Sequence[Candidate]) -> Candidate:

@@ -1,34 +1,80 @@
-"""What ops and bytes cost: units, links, processors. Costs of one machine's units go with another machine's links.
-
-A transfer costs more than its time on the wire. Its rank starts it, which may copy what is sent; threads carry it
-beside compute, and take processor time from it where a rank has no second processor; and its wait may copy or add up
-what has arrived. A ``Link`` has a figure for each.
-"""
+"""What ops and bytes cost: seconds by op, a rate and a latency by link, and copies beside compute."""
 
 import json
 import math
 import os
-from collections.abc import Container, Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any
+from statistics import median
+from typing import Any, Protocol
 
 from fshard.arguments import expect
 from fshard.errors import PlanError
 from fshard.reading.texts import read_json
 from fshard.schedule import refusals
-from fshard.schedule.link import Link
 from fshard.schedule.ops import STEP_KINDS, op_kinds
-from fshard.schedule.transfers import KINDS, Transfer, moves
-from fshard.sharding.mesh import Mesh
+from fshard.schedule.schedule import Schedule
+from fshard.schedule.transfers import Transfer, awaited, moves
 from fshard.writing import write_whole
 
-FORMAT = "fshard costs 2"
+FORMAT = "fshard costs 3"
 
-GATHERS = frozenset(kind.name for kind in KINDS.values() if kind.stage in ("read", "updated"))
-"""Kinds of transfers that send the same bytes to each peer."""
+TIMED = ("cpu",)
+"""Types of devices that do not run behind their host, so that its clock times their ops."""
 
 COPIED = ("all_gather", "offload")
 """Kinds of ops that start copies from host memory, and to it."""
+
+
+@dataclass(frozen=True)
+class Link:
+    """A carrier of transfers. It carries one after the other, in the order in which they are issued.
+
+    Args:
+        bytes_per_s: bytes that a rank can send in a second.
+        latency: seconds from the issue of a transfer to its first byte.
+
+    Raises:
+        PlanError: a rate that is not positive, or a negative latency.
+
+    >>> Link(125e6, latency=50e-6)  # 1 Gbit/s
+    Link(bytes_per_s=125000000.0, latency=5e-05)
+    """
+
+    bytes_per_s: float = math.inf
+    latency: float = 0.0
+
+    def __post_init__(self) -> None:
+        expect("fs.sim.Link", [(name, value, (int, float), "a number") for name, value in vars(self).items()])
+        problems = [] if self.bytes_per_s > 0 else [f"bytes_per_s={self.bytes_per_s!r} is not positive"]
+        if not 0 <= self.latency < math.inf:
+            problems.append(f"latency={self.latency!r} is not a number of seconds")
+        if problems:
+            raise refusals.bad_costs(problems)
+
+    def seconds(self, sent: int) -> float:
+        """The time of so many bytes on the link, without the latency."""
+        return sent / self.bytes_per_s
+
+
+class MeasuredRun(Protocol):
+    """A run of a schedule and its times, as ``step.measured``."""
+
+    @property
+    def schedule(self) -> Schedule:
+        """The schedule."""
+
+    @property
+    def issued(self) -> Sequence[float]:
+        """The seconds at which the device comes to each op."""
+
+    @property
+    def seconds(self) -> float:
+        """The time of the step."""
+
+    @property
+    def clock(self) -> str | None:
+        """The type of the device whose host has timed it; None if nobody has."""
 
 
 @dataclass(frozen=True)
@@ -39,17 +85,12 @@ class Costs:
         seconds: how long the device is busy with one op, by kind and target: ``("forward", "blocks.0")``. With the
             target ``""`` it is what every op of that kind takes that has no entry of its own. Ops that it lacks take no
             time.
-        link: the link of all-gathers, and of everything else that has no link of its own.
+        link: the link of everything that has no link of its own.
         reduces: the link of reduce-scatters and of sums over replicas, if it is another than that of all-gathers.
         links: links by mesh axes, joined by ``+``: ``{"replica": Link(25e6)}``. All that goes over these axes, and
-            over no others, takes that link. A key such as ``"reduce_scatter over replica"`` is that of one kind of
-            transfer, which shares the wire of its axes.
+            over no others, takes that link.
         host: seconds of a step before its first op and after its last.
-        processors: processors that a rank has. With 2 or more, threads that carry transfers take nothing from compute;
-            with 1 they share it; with 1/2, as on a machine of 2 with 4 ranks, everything takes up to twice the time.
         machine: what the costs were measured on, in words.
-        ranks: the ranks that took part in the handshake and the consensus; 0 if that is not known.
-        updates_by_bytes: the part of the time of updates that goes by the bytes of their shards.
         copies: seconds of copies between a device and the memory of its host, beside compute, by the op that starts
             them: ``("all_gather", "blocks.0")`` for a shard that comes from there before it is sent, ``("offload",
             "blocks.0")`` for a gradient that goes there. Those of a kind run one after the other.
@@ -66,10 +107,7 @@ class Costs:
     reduces: Link | None = None
     links: Mapping[str, Link] = field(default_factory=dict)
     host: float = 0.0
-    processors: float = 2.0
     machine: str = ""
-    ranks: int = 0
-    updates_by_bytes: float = 0.0
     copies: Mapping[tuple[str, str], float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -79,7 +117,6 @@ class Costs:
             ("links", self.links, Mapping, "a dict of fs.sim.Link by axes"),
             ("copies", self.copies, Mapping, "a dict of seconds by op, such as {('offload', 'blocks.0'): 2e-3}"),
             ("host", self.host, (int, float), "seconds"),
-            ("processors", self.processors, (int, float), "a number of processors"),
         ]
         expect("fs.sim.Costs", wants)
         links = {"link": self.link, "reduces": self.reduces or self.link, **self.links}
@@ -87,28 +124,42 @@ class Costs:
             f"{name}={link!r} is not an fs.sim.Link" for name, link in links.items() if not isinstance(link, Link)
         ]
         problems += _op_problems(self.seconds, self.copies)
-        if not 0 <= self.host < math.inf or not 0 < self.processors < math.inf:
-            problems.append(f"host={self.host!r}, processors={self.processors!r}: not negative, and more than none")
-        if not 0 <= self.updates_by_bytes <= 1:
-            problems.append(f"updates_by_bytes={self.updates_by_bytes!r}: a part, from 0 to 1")
+        if not 0 <= self.host < math.inf:
+            problems.append(f"host={self.host!r} is not a number of seconds")
         if problems:
             raise refusals.bad_costs(problems)
 
-    @property
-    def shared(self) -> float:
-        """The part of work beside compute that compute feels: none of it where a rank has two processors."""
-        return min(max(2.0 - self.processors, 0.0), 1.0)
+    @classmethod
+    def of(cls, *runs: MeasuredRun) -> "Costs":
+        """The costs that ops had in real steps: ``step.measured`` of some steps of one schedule.
 
-    @property
-    def slow(self) -> float:
-        """Return how many times longer everything takes at most where a rank has less than a processor.
+        They are the medians of what each op took on this rank. What waits for transfers took is left out, since it
+        depends on the link, and so are the handshake and the consensus, where ranks wait for each other: say what the
+        link does, ``Costs.of(...).over(fs.sim.Link(125e6, 50e-6))``.
 
-        If none ever waits.
+        Raises:
+            PlanError: no run, a simulation, runs of several schedules, or times of a device that runs behind its host.
+
+        Example::
+
+            runs = []
+            for batch in batches:
+                state, metrics = step(state, batch)
+                runs.append(step.measured)
+            costs = fs.sim.Costs.of(*runs[2:])  # the first steps allocate
         """
-        return max(1.0, 1.0 / self.processors)
+        _check_runs(runs)
+        taken: dict[tuple[str, str], list[float]] = {}
+        for run in runs:
+            ends = [*run.issued[1:], run.seconds]
+            for op, begin, end in zip(run.schedule, run.issued, ends, strict=True):
+                if awaited(op.kind) is None and op.kind not in STEP_KINDS:
+                    taken.setdefault((op.kind, op.target), []).append(max(end - begin, 0.0))
+        seconds = {op: median(times) for op, times in taken.items() if median(times)}
+        return cls(seconds)
 
-    def of(self, kind: str, target: str) -> float:
-        """Return what an op takes on the device, beside what its bytes take."""
+    def of_op(self, kind: str, target: str) -> float:
+        """The seconds that an op takes on the device, beside what its bytes take."""
         own = self.seconds.get((kind, target))
         return self.seconds.get((kind, ""), 0.0) if own is None else own
 
@@ -123,84 +174,27 @@ class Costs:
         return f"costs of {len(self.seconds)} kinds of ops, measured on {self.machine or 'a machine without a name'}"
 
     def carrier(self, transfer: Transfer) -> tuple[str, Link]:
-        """The wire that a transfer shares with others, by name, and its link."""
-        axes = transfer.axes
-        wire = axes if axes in self.links else ""
-        own = self.links.get(f"{transfer.kind} over {axes}")
-        if own is not None:
-            return axes, own
-        if wire:
-            return wire, self.links[wire]
+        """The queue that a transfer shares with others, by name, and its link."""
+        if transfer.axes in self.links:
+            return transfer.axes, self.links[transfer.axes]
         if transfer.row.link == "reduces" and self.reduces is not None:
             return "reduces", self.reduces
         return "link", self.link
 
-    def over(self, links: "Costs | Link", processors: float | None = None) -> "Costs":
+    def over(self, links: "Costs | Link") -> "Costs":
         """The times of these ops over other links: units from here, links from there.
 
         Args:
             links: a link for everything, or the costs whose links these are.
-            processors: those that a rank has there; by default those of ``links``, or of these costs.
         """
         expect("costs.over(links)", [("links", links, (Link, Costs), "a link, or the costs whose links these are")])
         if isinstance(links, Link):
-            return replace(self, link=links, reduces=None, links={}, processors=processors or self.processors)
+            return replace(self, link=links, reduces=None, links={})
         words = f"units of {self.machine}; links of {links.machine}" if self.machine or links.machine else ""
         moved = {key: value for key, value in links.seconds.items() if moves(key[0])}
         units = {key: value for key, value in self.seconds.items() if not moves(key[0])}
-        return Costs(
-            {**units, **moved},
-            links.link,
-            links.reduces,
-            links.links,
-            self.host,
-            processors or links.processors,
-            words,
-            self.ranks,
-            self.updates_by_bytes,
-            {**self.copies, **links.copies},
-        )
-
-    def among(self, mesh: Mesh) -> "Costs":
-        """The costs where other ranks take part: each has a message for each peer, which takes its time.
-
-        Through shared memory, a gather's start copies a shard once for all peers: a byte that is sent takes less of it.
-        A link whose transfers are messages to several peers needs two of them to be busy all the time. More ranks that
-        shard have less to update each.
-
-        Args:
-            mesh: the ranks. What is not known to grow with them stays.
-        """
-        kept = self._kept(mesh)
-        longer = 1.0 - self.updates_by_bytes * (1.0 - kept)  # what updates take, of what they took
-        seconds = {op: each * longer if op[0] == "update" else each for op, each in self.seconds.items()}
-        links, by_bytes = dict(self.links), self.updates_by_bytes * kept / longer
-        every = max([link.each for link in self.links.values()], default=0.0)
-        for kind in STEP_KINDS if self.ranks else ():
-            if (kind, "") in seconds:
-                more = every * (mesh.size - self.ranks)
-                seconds[kind, ""] = max(seconds[kind, ""] + more, 0.0)
-        for key, link in self.links.items():
-            kind, over, axes = key.rpartition(" over ")
-            names = tuple(axes.split("+"))
-            if link.peers and set(names) <= set(mesh.axis_names):
-                peers = mesh.axis_size(names) - 1
-                more = peers - link.peers
-                links[key] = link.to_peers(peers, kind in GATHERS)
-                if over:
-                    wait = f"wait {kind}", ""
-                    seconds[wait] = max(seconds.get(wait, 0.0) + link.each * more, 0.0)
-        ranks = mesh.size if self.ranks else 0
-        return replace(self, seconds=seconds, links=links, ranks=ranks, updates_by_bytes=by_bytes)
-
-    def _kept(self, mesh: Mesh) -> float:
-        """The part of a shard that is left to update where so many ranks shard."""
-        kept = 1.0
-        for key, link in self.links.items():
-            kind, _, axes = key.partition(" over ")
-            if kind == "all_gather" and link.peers and set(axes.split("+")) <= set(mesh.axis_names):
-                kept = (link.peers + 1) / mesh.axis_size(tuple(axes.split("+")))
-        return kept
+        copies = {**self.copies, **links.copies}
+        return Costs({**units, **moved}, links.link, links.reduces, links.links, self.host, words, copies)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write them to a JSON file, complete or not at all: a file that was there stays until the new one is whole.
@@ -216,14 +210,30 @@ class Costs:
         return {
             "format": FORMAT,
             "machine": self.machine,
-            "processors": self.processors,
             "host": self.host,
-            "ranks": self.ranks,
-            "updates_by_bytes": self.updates_by_bytes,
             "seconds": {f"{kind}|{target}": value for (kind, target), value in self.seconds.items()},
             "copies": {f"{kind}|{target}": value for (kind, target), value in self.copies.items()},
             "links": {name: _plain(link) for name, link in every.items() if link is not None},
         }
+
+
+def _check_runs(runs: Sequence[MeasuredRun]) -> None:
+    """Refuse runs that say nothing of what ops cost.
+
+    Raises:
+        PlanError: no run, a simulation, runs of several schedules, or times of a device that runs behind its host.
+    """
+    way = "give step.measured of some steps of one schedule"
+    if not runs or any(run.clock is None for run in runs):
+        raise PlanError(f"Costs.of: {'no run' if not runs else 'a simulation, whose times nobody measured'}: {way}")
+    if any(run.schedule != runs[0].schedule for run in runs):
+        raise PlanError(f"Costs.of: the runs are of several schedules: {way}")
+    late = next((run.clock for run in runs if run.clock not in TIMED), None)
+    if late is not None:
+        raise PlanError(
+            f"Costs.of: the host's clock gave these times, and it runs ahead of a device of type {late}: they are "
+            f"those of launches. Take the seconds of units from torch.profiler, or foresee by fs.sim.hardware(...)"
+        )
 
 
 def _op_problems(seconds: Mapping[Any, Any], copies: Mapping[Any, Any]) -> Iterator[str]:
@@ -263,16 +273,14 @@ def read_costs(path: str | os.PathLike[str]) -> Costs:
         seconds, copies = _by_op(found["seconds"]), _by_op(found.get("copies", {}))
         link, reduces = links.pop("link"), links.pop("reduces", None)
         axes = {name.removeprefix("over "): each for name, each in links.items()}
-        numbers = float(found["host"]), float(found["processors"])
-        more = int(found.get("ranks", 0)), float(found.get("updates_by_bytes", 0.0))
-        return Costs(seconds, link, reduces, axes, *numbers, found["machine"], *more, copies)
+        return Costs(seconds, link, reduces, axes, float(found["host"]), found["machine"], copies)
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
         if isinstance(error, PlanError):
             text = str(error) if os.fspath(path) in str(error) else f"{os.fspath(path)}: {error}"
             raise PlanError(text) from error
         raise PlanError(
-            f"{os.fspath(path)}: not costs that Costs.save has written ({type(error).__name__}: {error}): calibrate "
-            f"again, and save what comes of it"
+            f"{os.fspath(path)}: not costs that Costs.save has written ({type(error).__name__}: {error}): measure "
+            f"again, fs.sim.Costs.of(step.measured), and save what comes of it"
         ) from error
 
 
@@ -281,10 +289,7 @@ def _plain(link: Link) -> dict[str, float | None]:
 
 
 def _link(values: Mapping[str, Any]) -> Link:
-    found = {name: math.inf if value is None else float(value) for name, value in values.items()}
-    shared = bool(found.pop("shared_memory", 0.0))
-    counts = {name: int(found.get(name, usual)) for name, usual in (("peers", 0), ("together", 1))}
-    return Link(**{**found, **counts}, shared_memory=shared)  # type: ignore[arg-type]
+    return Link(**{name: math.inf if value is None else float(value) for name, value in values.items()})
 
 
 def _by_op(seconds: Mapping[str, Any]) -> dict[tuple[str, str], float]:

@@ -10,9 +10,8 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from fshard.errors import PlanError
-from fshard.schedule.costs import Costs
+from fshard.schedule.costs import Costs, Link
 from fshard.schedule.footprint import Need
-from fshard.schedule.link import Link
 from fshard.schedule.stages import Stages
 from fshard.sharding.mesh import Mesh
 
@@ -69,7 +68,7 @@ def _ethernet(gigabits: float, latency: float, source: str) -> NamedLink:
 LINKS: Mapping[str, NamedLink] = MappingProxyType(
     {
         "loopback": NamedLink(
-            Link(3e9, 100e-6), "ranks of one host, over shared memory", "an order of magnitude: calibrate your own"
+            Link(3e9, 100e-6), "ranks of one host, over shared memory", "an order of magnitude: measure your own"
         ),
         "eth1": _ethernet(1, 100e-6, "IEEE 802.3ab (1000BASE-T)"),
         "eth10": _ethernet(10, 50e-6, "IEEE 802.3ae"),
@@ -237,4 +236,4 @@ def unit_seconds(stages: Stages, needs: Sequence[Need], speed: Speed) -> dict[tu
 
 def foreseen_costs(stages: Stages, needs: Sequence[Need], speed: Speed, links: Mapping[str, Link]) -> Costs:
     """Costs of a program on a device and links that nothing was measured on."""
-    return Costs(unit_seconds(stages, needs, speed), links=links, processors=2.0)
+    return Costs(unit_seconds(stages, needs, speed), links=links)

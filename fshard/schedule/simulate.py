@@ -1,23 +1,15 @@
 """Simulating a schedule: when each op begins and ends, given what ops cost. Pure and deterministic.
 
 The model has one device a rank, which runs forwards, backwards, updates and the code between passes in the order of the
-schedule, and communicators beside it: one for each kind of transfer over each set of mesh axes. A communicator
-carries one transfer at a time, or as many as its link says, in the order of issue. Communicators over one link share
-it in equal parts, as connections do. The wait of a transfer holds the device until it has arrived; that time is
-*exposed*. Threads that carry transfers take processor time from compute, as far as a rank has no second processor.
-Where ranks share a processor these threads wait for their turn on it, unless the device waits; and what a rank does
-takes longer by the part of a step in which the others have something to do.
-
-Where each communicator has a link and each rank a processor of its own, no time gets longer when a cost gets smaller.
-But where some share a link, a transfer that begins sooner makes others later, a link that lets bursts pass gains fewer
-bytes in a shorter step, and a device that need not wait does not give up its processor.
+schedule, and links beside it. A link carries one transfer after the other, in the order of issue, at its full rate.
+The wait of a transfer holds the device until it has arrived; that time is *exposed*. No time gets longer when a cost
+gets smaller.
 
 Without noise all ranks are alike, and one is simulated. With it all of a mesh are: a transfer begins when the last of
 the ranks that take part has come.
 
-A link that lets bursts pass has been used by steps like this one before: what is told is a step in the middle of a run.
-
-What it leaves out: transfers between steps take no time, and links do not slow each other down.
+What it leaves out: transfers between steps take no time, links do not slow each other down, and what carries transfers
+takes nothing from compute. So a host whose processors do both is foreseen too fast: time its steps.
 """
 
 from collections import Counter
@@ -32,7 +24,6 @@ from fshard.schedule.costs import Costs, Noise
 from fshard.schedule.ops import LOCAL, ROOT, STEP_KINDS, Op
 from fshard.schedule.schedule import Schedule
 from fshard.schedule.transfers import Transfer, awaited
-from fshard.schedule.wires import covered
 from fshard.sharding.mesh import Mesh
 
 
@@ -48,10 +39,10 @@ class Simulation:
         compute: the seconds in which the device is busy.
         wire: the seconds in which the busiest link is.
         sent: bytes that a rank sends; on average, where transfers are not in each step.
-        beside: the seconds that threads which carry transfers take from compute.
         host: the seconds of the step before its first op and after its last.
         rank: the rank that this is: the one that ends last.
         by_rank: when each rank ends; empty where all are alike.
+        clock: the type of the device whose host has timed this, if it was measured; None if it was simulated.
 
     >>> import fshard as fs, torch
     >>> params = {"w": torch.empty(64, 64, device="meta")}
@@ -70,10 +61,10 @@ class Simulation:
     compute: float
     wire: float
     sent: int
-    beside: float = 0.0
     host: float = 0.0
     rank: int = 0
     by_rank: tuple[float, ...] = field(default=(), repr=False)
+    clock: str | None = None
 
     @property
     def seconds(self) -> float:
@@ -83,7 +74,7 @@ class Simulation:
     @property
     def exposed(self) -> float:
         """Seconds in which the device waits."""
-        return self.seconds - self.host - self.compute - self.beside
+        return self.seconds - self.host - self.compute
 
     @property
     def exposed_by_kind(self) -> dict[str, float]:
@@ -215,11 +206,14 @@ def _told(schedule: Schedule, costs: Costs, ticks: Ticks, rank: int = 0, by_rank
     wire = max(ticks.busy.values(), default=0.0)
     times = tuple(ticks.issued), tuple(ticks.starts), tuple(ticks.ends)
     sent = ticks.sent + between(schedule).total()
-    return Simulation(schedule, *times, ticks.compute, wire, sent, ticks.beside, ticks.host, rank, by_rank)
+    return Simulation(schedule, *times, ticks.compute, wire, sent, costs.host, rank, by_rank)
 
 
 def measured(
-    schedule: Schedule, times: Sequence[float], arrivals: Mapping[int, tuple[float, float]] | None = None
+    schedule: Schedule,
+    times: Sequence[float],
+    arrivals: Mapping[int, tuple[float, float]] | None = None,
+    device: str = "cpu",
 ) -> Simulation:
     """Return what a step did, and when.
 
@@ -227,6 +221,7 @@ def measured(
         times: when each op began, in seconds, and when the last one was over.
         arrivals: begin and end of transfers, by the number of the op that issues them, where they are known. Else they
             are taken to last from their issue to the end of the op that waits for them.
+        device: the type of the device, which may run behind the host whose clock gave the times.
 
     >>> from fshard.schedule import Call, GroupInfo, Policy, Program, Transfer, build
     >>> group = GroupInfo("layer", 200, 100, 0, False, (Transfer("all_gather", "state", "param", sent=100),))
@@ -259,7 +254,8 @@ def measured(
             spans.setdefault(moves[row.name, op.target].axes, []).append((starts[begun], ends[begun]))
     held += _meeting(schedule, times) if total or moves else 0.0
     wire = max(map(covered, spans.values()), default=0.0)
-    return Simulation(schedule, tuple(issued[:-1]), tuple(starts), tuple(ends), issued[-1] - held, wire, total)
+    spans_of = tuple(issued[:-1]), tuple(starts), tuple(ends)
+    return Simulation(schedule, *spans_of, issued[-1] - held, wire, total, clock=device)
 
 
 def _meeting(schedule: Schedule, times: Sequence[float]) -> float:
@@ -275,3 +271,16 @@ def time_text(seconds: float) -> str:
     """
     factor, unit = (1, "s") if seconds >= 1 else (1e3, "ms") if seconds >= 1e-3 else (1e6, "us")
     return f"{seconds * factor:.3f} {unit}"
+
+
+def covered(spans: Sequence[tuple[float, float]]) -> float:
+    """The time in which at least one of these spans is under way.
+
+    >>> covered([(0, 2), (1, 3), (5, 6)])
+    4.0
+    """
+    total, reached = 0.0, float("-inf")
+    for begin, end in sorted(spans):
+        total += max(0.0, end - max(begin, reached))
+        reached = max(reached, end)
+    return total

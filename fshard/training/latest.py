@@ -75,18 +75,7 @@ class LatestRun:
         times = self._runner.latest.times
         if not times or self.record != self.schedule.ops:
             raise PlanError("nothing was measured: the latest run left its schedule, was made on demand, or is to come")
-        return measured(self.schedule, times)
-
-    def calibrate(self, *args: Any, **kwargs: Any) -> Any:
-        """Refuse: only train steps measure the costs of their ops.
-
-        Raises:
-            PlanError: with the way.
-        """
-        raise PlanError(
-            f"{self!r} has no calibrate, which measures train steps: make a train step of its loss on the same plan, "
-            f"and give step.calibrate(batch) to fs.sim.simulate(schedule, costs); step.measured has the times of a run"
-        )
+        return measured(self.schedule, times, device=self._runner.latest.device)
 
 
 class OneFunction(LatestRun):

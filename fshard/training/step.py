@@ -10,12 +10,10 @@ from typing import Any, NamedTuple
 
 from fshard.collectives.copies import check_copies
 from fshard.collectives.scope import bind
-from fshard.model.init import normal
 from fshard.optim.base import Optimizer, rate
 from fshard.optim.contract import Contract, LearningRate, contract
 from fshard.optim.scaling import Scale
 from fshard.runtime.comm import collective_call
-from fshard.runtime.engine.engine import Engine
 from fshard.runtime.engine.rng import seeded
 from fshard.runtime.execution import (
     PendingUpdate,
@@ -24,7 +22,6 @@ from fshard.runtime.execution import (
     Update,
     gradients_of,
 )
-from fshard.runtime.execution.timed import Timed
 from fshard.runtime.execution.update_memory import state_needs
 from fshard.runtime.steps import (
     Decisions,
@@ -43,16 +40,11 @@ from fshard.runtime.steps.addresses import where
 from fshard.runtime.steps.decide import Streak, not_finite
 from fshard.runtime.steps.float16 import overflowed
 from fshard.runtime.steps.watched import watched
-from fshard.schedule.costs import Costs
-from fshard.schedule.fit import APART, BESIDE
-from fshard.schedule.policy import Policy
 from fshard.sharding.plan import Plan
 from fshard.state.equal import Equal
-from fshard.state.init import init_state
 from fshard.state.memory import StateMemory
 from fshard.state.settle import complete
 from fshard.state.train_state import TrainState, expect_state, not_copied
-from fshard.training.calibrate import calibrated
 from fshard.training.latest import OneFunction
 from fshard.training.metrics import Metrics, combine_aux
 from fshard.training.ran import RunReport
@@ -177,38 +169,6 @@ class TrainStep(OneFunction):
         except BaseException:
             result = None  # a traceback that is kept must not hold the next state, which nobody else has
             raise
-
-    def calibrate(self, batch: Any, rounds: int = 5, processors: float | None = None) -> Costs:
-        """Measure the costs of the ops of this step on these ranks. Collective; the step itself stays as it is.
-
-        A state of its own, from seed 0, makes some steps in which every transfer is waited for as soon as it has begun,
-        so that transfers and compute do not disturb each other; and, in turns with them, some with transfers beside
-        compute, to see what they take from it. That takes the memory of a second state.
-
-        Args:
-            batch: this rank's batch.
-            rounds: steps that are measured at least; short ones until they have taken three seconds (those with
-                transfers beside compute half of that), or 300 of them.
-                Those around the lower quartile count: what else runs on a machine only adds to a step.
-            processors: those that a rank has, where other jobs run beside this one: 0.5 if as many other ranks have
-                them, too. By default those that the ranks of this job may run on.
-
-        Returns:
-            Costs for ``fs.sim.simulate`` and ``fshard plan --costs``, the same on all ranks.
-
-        Raises:
-            PlanError: no rounds or processors, or a program that does not keep to its schedule.
-        """
-        apart, beside = self._timed(APART), self._timed(BESIDE)
-        state = init_state(self.plan, self.opt, seed=0, init=[(".*", normal(0.02))])
-        return calibrated(apart, beside, state, batch, rounds, self.programs.comms, processors)
-
-    def _timed(self, policy: Policy) -> "TrainStep":
-        """The same step with another policy and programs of its own, which times its ops."""
-        policy = replace(policy, update=self.programs.policy.update)
-        programs = replace(self.programs.again(Engine), policy=policy, executor=Timed, choices={})
-        options = replace(self.options, running=replace(self.options.running, policy=policy), donate=True)
-        return TrainStep(self.loss_fn, self.opt, self.plan, options, programs)
 
     def _make(self, state: TrainState, batch: Any, asked: Asked) -> tuple[TrainState, Metrics]:
         begun = perf_counter()

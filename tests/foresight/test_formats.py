@@ -261,7 +261,7 @@ def test_measured_units_take_packing_over_named_links() -> None:
     costs = machine.of(task, step.plan)
     found = packing_seconds(step.plan, task.stages, machine.speed)
     for op, seconds in found.items():
-        assert costs.of(*op) == (1e-4 if op[0] == "update" else seconds)
+        assert costs.of_op(*op) == (1e-4 if op[0] == "update" else seconds)
 
 
 @pytest.mark.long

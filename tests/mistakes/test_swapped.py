@@ -48,7 +48,6 @@ CALLS: dict[str, Callable[[], tuple[Any, ...]]] = {
     "shard": lambda: (MODEL.params, PLAN),
     "shard_map": lambda: (loss, MESH, P("shard"), P("shard")),
     "func.sharded_loss": lambda: (loss, PLAN),
-    "sim.calibrate": lambda: (loss, PLAN, X),
     "sim.hardware": lambda: ("h100", "ib400"),
     "sim.search": lambda: (lambda mesh: None, 8, fs.sim.hardware("h100")),
     "sim.simulate": lambda: (SCHEDULE, fs.sim.Costs({})),

@@ -55,9 +55,3 @@ def test_a_step_function_is_traced_from_outside() -> None:
     traced = step.trace(state, batch)
     step(state, batch)
     assert step.schedule == traced.schedule
-
-
-@pytest.mark.slow  # steps of some seconds, until costs are known
-def test_a_train_step_is_calibrated_from_outside() -> None:
-    plan, loss, _, batch = made()
-    assert fs.make_train_step(loss, OPT, plan).calibrate(batch / 100, 1)

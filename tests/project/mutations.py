@@ -54,14 +54,12 @@ MUTATIONS = [
     Mutation("schedule/pack.py", "steps[last + 1] -= size", "steps[last] -= size", "schedule/test_memory.py"),
     Mutation("schedule/pack.py", "if entry[0] >= first]", "if entry[0] > first]", "schedule/test_memory.py"),
     Mutation(
-        "schedule/wires.py",
-        "self.needs[passing.lane] + passing.sent / passing.link.bytes_per_s * starts",
-        "self.needs[passing.lane]",
+        "schedule/clock.py",
+        "start = self.larger(self.meet(ready, transfer.axes), free)",
+        "start = self.meet(ready, transfer.axes)",
         "schedule/test_simulate.py",
     ),
-    Mutation(
-        "schedule/wires.py", "most = (until - self.at) / sharing", "most = until - self.at", "schedule/test_wires.py"
-    ),
+    Mutation("schedule/costs.py", "median(times) for op, times", "max(times) for op, times", "schedule/test_costs.py"),
     # HOW
     Mutation(
         "runtime/memory/norms.py",

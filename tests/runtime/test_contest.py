@@ -16,15 +16,15 @@ import torch
 import fshard as fs
 from fshard.errors import PeerError
 from fshard.runtime.memory.available import free_bytes
-from fshard.runtime.steps import contests, trials
+from fshard.runtime.steps import contests, rates
 from fshard.runtime.steps.contests import Contest
-from fshard.runtime.steps.trials import TIMED, WARM
-from fshard.schedule import Costs, Link, Policy
+from fshard.schedule import Policy
+from fshard.schedule.auto import Rates
 from fshard.schedule.footprint import footprint
 from tests.shared.workers import Pools
 
-DEPTH, WIDTH, TRIAL = 4, 16, WARM + TIMED
-CAP = 240
+DEPTH, WIDTH = 4, 16
+CAP = 41
 """More steps than a choice takes."""
 
 DEFAULT, EVEN = Policy(), Policy(prefetch=1, reduces=1, reshard=fs.keep(last=3))
@@ -43,18 +43,18 @@ def torn(policy: Policy, rank: int) -> float:
     return 1.2 if policy == EVEN else 1.0 + (policy.prefetch + rank) % 2
 
 
-COSTS = Costs({("forward", ""): 0.01, ("backward", ""): 0.02}, Link(1e6, 0.015))
+RATES = Rates(3e4, 1e6, 0.002)
 
 
 @contextlib.contextmanager
 def timed(seconds: Seconds, mesh: fs.Mesh) -> Iterator[None]:
-    """Trials that find given costs, and contests by given times, while this lasts."""
+    """A choice by given rates, and contests by given times, while this lasts."""
 
-    def note(self: Contest, times: Any, watch: Any) -> None:
-        assert times[-1] > times[1] and watch is None
+    def note(self: Contest, times: Any) -> None:
+        assert times[-1] > times[1]
         self.seconds.append(seconds(self.schedule.policy, mesh.rank))
 
-    with mock.patch.object(Contest, "note", note), mock.patch.object(trials, "fitted_by_all", lambda *_: COSTS):
+    with mock.patch.object(Contest, "note", note), mock.patch.object(rates, "measured", lambda *_: RATES):
         yield
 
 
@@ -125,8 +125,8 @@ def contested(seconds: Seconds) -> tuple[Any, ...]:
         gc.collect()
         kept = [ref() for ref in refs.values() if ref() is not None]
         held = {id(ref()) for ref in arenas.values() if ref() is not None}
-        alone = len(kept) == len(held) == len(programs.made) == 1 and not programs.trials
-        grown = any(a < b for a, b in itertools.pairwise(sizes[TRIAL:]))
+        alone = len(kept) == len(held) == len(programs.made) == 1 and not programs.contests
+        grown = any(a < b for a, b in itertools.pairwise(sizes))
         sized = sizes[-1] == schedule.memory.arena_bytes and not grown
         said = str(choice), choice.policy == schedule.policy, sized, alone
         return said, policies, losses, run.weights(), choice.policy
@@ -147,7 +147,7 @@ def test_ranks_choose_alike_by_what_the_slowest_took_and_keep_every_bit(
     assert ranks[0][0] == ranks[1][0] and ranks[0][1] == ranks[1][1]
     (words, chosen, sized, alone), policies, *_, winner = ranks[0]
     assert winner == best and chosen and sized and alone and "of 5 policies that were timed" in words
-    assert len(set(policies[:TRIAL])) == 1 and len(set(policies[TRIAL:])) == 5 and policies[-1] == str(winner)
+    assert policies[0] == str(DEFAULT) and len(set(policies)) == 5 and policies[-1] == str(winner)
     assert [rank[2:4] for rank in ranks] == pool(2).run(plain, len(policies))
 
 
@@ -199,18 +199,18 @@ def failing(kind: str) -> tuple[Any, ...]:
         run: Run
 
         def hook(number: int, policy: Policy | None) -> None:
-            contest = next(iter(run.step.programs.trials.values()), None) if number > TRIAL else None
+            contest = next(iter(run.step.programs.contests.values()), None) if number else None
             if not isinstance(contest, Contest) or mesh.rank == 0:
                 return
             if kind == "memory" and contest.schedule.policy == DEFAULT:
                 dropped.append(str(contest.schedule.policy))
                 raise MemoryError("no memory for this policy")
-            if kind == "loss" and number == TRIAL + 3 and len(failed) < 2:
+            if kind == "loss" and number == 3 and len(failed) < 2:
                 raise ValueError("a bad row")
 
         run, losses, counts = Run(mesh, "auto", hook), [], []
         while run.number < CAP:
-            contest = next(iter(run.step.programs.trials.values()), None)
+            contest = next(iter(run.step.programs.contests.values()), None)
             before = (len(contest.seconds), len(contest.round.contenders)) if isinstance(contest, Contest) else None
             try:
                 losses.append(run.one())
@@ -263,17 +263,17 @@ def test_two_programs_have_a_contest_each() -> None:
 def test_a_step_of_a_restored_state_begins_anew(tmp_path: Path) -> None:
     def interrupted() -> Any:
         run = Run(VIRTUAL, "auto")
-        losses = [run.one() for _ in range(TRIAL + 4)]
+        losses = [run.one() for _ in range(10)]
         middle = run.choice().settled
         fs.Checkpointer(tmp_path).save(run.state)
         again = Run(VIRTUAL, "auto")
         again.state, again.number = fs.Checkpointer(tmp_path).restore(again.plan, again.opt), run.number
-        losses += [again.one() for _ in range(TRIAL + 4)]
+        losses += [again.one() for _ in range(10)]
         return middle, losses, again.weights(), str(again.step.schedule.policy), again.choice().settled
 
     def whole() -> Any:
         run = Run(VIRTUAL, None)
-        return [run.one() for _ in range(2 * TRIAL + 8)], run.weights()
+        return [run.one() for _ in range(20)], run.weights()
 
     one, two = VIRTUAL.run(interrupted)
     assert [rank[1:3] for rank in (one, two)] == VIRTUAL.run(whole)
@@ -281,13 +281,13 @@ def test_a_step_of_a_restored_state_begins_anew(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("size", "schedule"), [(1, "auto"), (2, fs.Auto(compute=1e9, wire=1e9))], ids=str)
-def test_without_a_trial_there_is_no_contest(size: int, schedule: Any) -> None:
+def test_by_given_rates_there_is_no_contest(size: int, schedule: Any) -> None:
     mesh = fs.virtual_mesh((size,), ("shard",))
 
     def run() -> Any:
         one = Run(mesh, schedule)
         one.one()
-        return one.choice().settled, one.step.schedule.policy == one.choice().policy, one.step.programs.trials
+        return one.choice().settled, one.step.schedule.policy == one.choice().policy, one.step.programs.contests
 
     assert mesh.run(run)[0] == (True, True, {})
 

@@ -15,7 +15,6 @@ from fshard.schedule import Policy
 from fshard.schedule.auto import Choice, choose
 from fshard.schedule.candidates import candidates
 from fshard.sim import Costs, Link
-from tests.shared.workers import Pools
 
 WIDTH, DEPTH, ROWS = 32, 4, 64
 RULE = fs.optim.adamw(1e-2)
@@ -149,20 +148,3 @@ def test_secondary_shards_that_were_chosen_keep_every_bit() -> None:
     tight = next(each for each in table if each.policy == Policy(2, 2, fs.secondary("local"))).memory.peak_bytes
     losses, step = train(mesh, fs.Auto(memory=tight, compute=1e12, wire=1e6))
     assert step.schedule.policy.secondary == ("local",) and losses == plain
-
-
-def timed(limit: int | None) -> tuple[list[float], str, bool]:
-    """On a rank: losses, the choice in words, and whether gathers over the fast axis were timed."""
-    with fs.make_mesh((2, 2), ("host", "local")) as mesh:
-        losses, step = train(mesh, fs.Auto(memory=limit), steps=8)
-        choice = step.trace(batch().chunk(4)[0]).choice
-        assert choice is not None and isinstance(choice.rates, Costs)
-        return losses, str(choice), "regather over local" in choice.rates.links
-
-
-@pytest.mark.long
-def test_trials_time_gathers_over_the_fast_axis_too(pool: Pools) -> None:
-    ranks = pool(4).run(timed, None)
-    losses, _ = train(fs.virtual_mesh((2, 2), ("host", "local")), Policy(), steps=8)
-    assert all(rank == ranks[0] for rank in ranks) and ranks[0][2]
-    assert ranks[0][0] == losses and 'reshard=secondary("local")' in ranks[0][1]

@@ -29,6 +29,8 @@ from tests.schedule.test_auto import BYTES, FAST, SLOW, task
 MEDIUM = Rates(1e9, BYTES / 1.5)
 """Links on which a gather takes less than a unit."""
 
+DEFAULT = fs.Policy()
+
 RATES = {"slow": SLOW, "medium": MEDIUM, "fast": FAST}
 
 
@@ -48,9 +50,11 @@ def chosen(rates: Rates, accumulate: int = 1, spare: float = math.inf) -> Choice
 def test_contenders_differ_fit_together_and_are_worth_it(rates: str, accumulate: int, spare: float) -> None:
     choice = chosen(RATES[rates], accumulate, spare)
     found = contenders(choice)
-    assert found[0].candidate is choice.chosen and found[0].schedule == choice.schedule and len(found) <= MOST
+    assert any(each.candidate is choice.chosen for each in found) and len(found) <= MOST
+    assert all(each.policy != DEFAULT for each in found[1:]), "a run begins as any other, if that fits"
     fits = [each for each in choice.candidates if choice.budget is None or each.memory.peak_bytes <= choice.budget]
-    assert all(each.candidate.seconds <= WORTH * min(one.seconds for one in fits) for each in found)
+    worth = WORTH * min(one.seconds for one in fits)
+    assert all(each.candidate.seconds <= worth or each.policy == DEFAULT for each in found)
     assert all(one.schedule.ops != two.schedule.ops for one, two in itertools.combinations(found, 2))
     largest = max(each.schedule.memory.arena_bytes for each in found)
     peaks = [each.candidate.memory.peak_bytes - each.schedule.memory.arena_bytes + largest for each in found]
@@ -63,7 +67,7 @@ def test_what_is_robust_takes_part_where_what_gathers_nothing_ahead_ties_with_it
     lean = choice.policy
     assert lean.prefetch == 0 and lean.reduces == 1, "with the least memory of those that tie"
     same = [each.policy for each in contenders(choice) if each.policy.reshard == lean.reshard]
-    assert same[0] == lean and any(each.prefetch >= 2 and each.reduces == 2 for each in same[1:])
+    assert lean in same and any(each.prefetch >= 2 and each.reduces == 2 for each in same)
 
 
 def test_a_shared_arena_leaves_out_what_would_exceed_the_limit() -> None:
@@ -72,14 +76,15 @@ def test_a_shared_arena_leaves_out_what_would_exceed_the_limit() -> None:
     assert len(every) > 2 and held(every) > every[0].candidate.memory.peak_bytes
     for limit in range(held(every[:1]), held(every) + BYTES, BYTES):
         some = contenders(free, limit)
-        assert held(some) <= limit and some[0] == every[0]
-    assert contenders(free, held(every)) == every and contenders(free, 1) == every[:1]
+        assert held(some) <= limit and any(each.candidate is free.chosen for each in some)
+    assert contenders(free, held(every)) == every and [each.candidate for each in contenders(free, 1)] == [free.chosen]
     arenas = [each.schedule.memory.arena_bytes for each in every]
     assert len({*arenas}) > 1
     peak = 2 * max(arenas)
     alike = [replace(each, memory=replace(each.memory, peak_bytes=peak)) for each in free.candidates]
     among = contenders(replace(free, candidates=tuple(alike)), peak)
-    assert {each.schedule.memory.arena_bytes for each in among} == {arenas[0]}, "others would hold more than their peak"
+    lean = {free.schedule.memory.arena_bytes}
+    assert {each.schedule.memory.arena_bytes for each in among} == lean, "others would hold more than their peak"
 
 
 def test_with_other_units_computed_again_nothing_is_timed() -> None:
@@ -109,13 +114,6 @@ def test_each_contender_makes_a_step_in_each_turn_and_the_first_does_not_count(c
     )
 
 
-@pytest.mark.parametrize(("seconds", "turns"), [(10.0, (3, 8)), (0.05, (5, 8)), (0.02, (9, 13)), (0.0, (9, 24))])
-def test_short_steps_are_timed_more_often(seconds: float, turns: tuple[int, int]) -> None:
-    every = made(4).contenders
-    same = tuple(replace(each, candidate=replace(each.candidate, seconds=seconds)) for each in every)
-    assert (Round(same).turns, Round(same, 1).turns) == turns
-
-
 def test_one_slow_phase_puts_nobody_out() -> None:
     even = [[1.0, 1.0, 1.0], [1.02, 1.02, 1.02], [1.3, 1.3, 1.3]]
     slow = [[1.0, 1.4, 1.4], [1.4, 1.4, 1.2], [1.7, 1.7, 1.7]]
@@ -127,11 +125,11 @@ def test_times_of_earlier_rounds_stay_with_those_who_go_on() -> None:
     took = [1.0, 2.0, 1.01, 1.02]
     second = first.after([took[first.who(step)] for step in range(first.steps)])
     assert second.contenders == tuple(first.contenders[i] for i in (0, 2, 3)) and second.last
-    assert second.before == tuple((took[i],) * TURNS[0][0] for i in (0, 2, 3))
+    assert second.before == tuple((took[i],) * TURNS[0] for i in (0, 2, 3))
     left = second.without(1)
     assert left.contenders == (first.contenders[0], first.contenders[3])
     assert left.before == (second.before[0], second.before[2])
-    assert [len(times) for times in left.times([1.0] * left.steps)] == [TURNS[0][0] + TURNS[1][0]] * 2
+    assert [len(times) for times in left.times([1.0] * left.steps)] == [TURNS[0] + TURNS[1]] * 2
 
 
 SECONDS = st.lists(st.floats(0.01, 10.0), min_size=1, max_size=MOST)
@@ -184,7 +182,7 @@ def test_the_winner_is_among_the_best_although_many_steps_are_disturbed(true: li
         index = [index[i] for i in ranks]
         on = on.after(seconds)
     assert true[index[0]] <= TIE * min(true) * 1.0000001
-    assert count <= (1 + TURNS[0][0]) * MOST + (1 + TURNS[1][0]) * FINALISTS
+    assert count <= (1 + TURNS[0]) * MOST + (1 + TURNS[1]) * FINALISTS
 
 
 def test_the_table_says_what_was_measured_and_whether_it_is_over() -> None:

@@ -1,4 +1,4 @@
-"""Contests of ``schedule="auto"``: after foresight's choice, steps under a handful of policies are timed."""
+"""Contests of ``schedule="auto"``: steps of the run under a handful of policies, which foresight ranks, are timed."""
 
 import math
 import socket
@@ -10,7 +10,6 @@ import torch
 from fshard.runtime.comm.communicators import Communicators
 from fshard.runtime.comm.exchange import exchange
 from fshard.runtime.comm.facts import digest
-from fshard.runtime.execution.timed import Stopwatch
 from fshard.runtime.memory.available import free_bytes
 from fshard.schedule.auto import Auto, Choice
 from fshard.schedule.contest import Round, contenders, quartile
@@ -52,12 +51,13 @@ class Contest:
         """Tell whether ranks have to meet: the round is over, or goes on without some."""
         return bool(self.failed) or len(self.seconds) >= self.round.steps
 
-    def note(self, times: Sequence[float], watch: Stopwatch | None) -> None:
-        """A step is made, on all ranks. What counts begins when all ranks have shaken hands.
+    def note(self, times: Sequence[float]) -> None:
+        """Note a step that is made, on all ranks. What counts begins when all ranks have shaken hands.
+
+        It ends with the consensus, which reads numbers of the device: so the host's clock has the device's time.
 
         Args:
             times: when each op began, and when the last one was over.
-            watch: not used.
         """
         self.seconds.append(times[-1] - times[1])
 
@@ -67,11 +67,11 @@ class Contest:
         return self.schedule.policy != self.foreseen
 
     def fail(self) -> None:
-        """A step has failed, on all ranks. Its contender leaves if it is dispensable."""
+        """Note that a step has failed, on all ranks. Its contender leaves if it is dispensable."""
         if self.dispensable:
             self.failed.append(self.round.who(len(self.seconds)))
 
-    def conclude(self, comms: Communicators, auto: Auto, choice: Choice) -> "tuple[Choice, Contest | None]":
+    def conclude(self, comms: Communicators, choice: Choice) -> "tuple[Choice, Contest | None]":
         """The choice by the steps so far, and the next round. Collective."""
         if self.failed:
             return self._following(choice, self.round.without(self.failed[0]))
@@ -88,8 +88,13 @@ class Contest:
         return replace(choice, schedule=on.contenders[0].schedule), None
 
 
-def opened(comms: Communicators, choice: Choice) -> Contest | None:
-    """The first round of a program's contest; None if nothing else is worth timing. Collective."""
+def opened(comms: Communicators, choice: Choice, auto: Auto) -> Contest | None:
+    """The first round of a program's contest. Collective.
+
+    None on one rank, where rates were given, where activations are not known, or if nothing else is worth timing.
+    """
+    if comms.plan.mesh.size == 1 or auto.compute is not None or auto.wire is not None or not choice.task.needs:
+        return None
     first = Round(contenders(choice, room(comms)))
     return Contest(first, choice.policy) if len(first.contenders) > 1 else None
 

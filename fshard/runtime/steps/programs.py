@@ -23,10 +23,9 @@ from fshard.runtime.execution.wires import compile_kernels
 from fshard.runtime.memory.gradients import FlatGradients, GradientBuffers
 from fshard.runtime.memory.step_memory import StepMemory
 from fshard.runtime.steps.backends import make_cache, packing_kernels
-from fshard.runtime.steps.contests import Contest
+from fshard.runtime.steps.contests import Contest, opened
 from fshard.runtime.steps.options import RunOptions
 from fshard.runtime.steps.rates import Again, decided, foreseen
-from fshard.runtime.steps.trials import Trial, begun
 from fshard.schedule.auto import Auto, Choice
 from fshard.schedule.build import build
 from fshard.schedule.candidates import PolicyTask
@@ -62,7 +61,7 @@ class Prepared:
         route: the schedule as it runs; None if the program is gathered on demand.
         axes: those over which the program communicates itself.
         digest: equal on two ranks if their schedules and these axes are; 0 for a program that is gathered on demand.
-        trial: what notes its steps, while these are timed to choose a policy.
+        contest: what notes its steps, while these are timed to choose a policy.
     """
 
     engine: Engine
@@ -71,7 +70,7 @@ class Prepared:
     route: Route | None = None
     axes: tuple[Axes, ...] = ()
     digest: int = 0
-    trial: Trial | Contest | None = None
+    contest: Contest | None = None
 
     def text(self) -> str:
         """Return what ``digest`` is of, in lines."""
@@ -99,7 +98,7 @@ class Programs:
         engine: makes the engine of a program.
         executor: runs the ops of a schedule.
         choices: what ``fs.Auto`` chose, by program.
-        trials: programs whose steps are timed to choose better.
+        contests: of programs whose steps are timed to choose better.
         made: the programs.
     """
 
@@ -116,7 +115,7 @@ class Programs:
     engine: EngineMaker = Engine
     executor: ExecutorMaker = Scheduled
     choices: dict[str, Choice] = field(default_factory=dict)
-    trials: dict[str, Trial | Contest] = field(default_factory=dict)
+    contests: dict[str, Contest] = field(default_factory=dict)
     made: dict[Hashable, Prepared] = field(default_factory=dict)
 
     def again(self, engine: EngineMaker) -> "Programs":
@@ -126,7 +125,9 @@ class Programs:
             report = {unit: dict(runs) for unit, runs in cache.report.items()}
             cache = replace(cache, graphs=dict(cache.graphs), report=report)
         memory = StepMemory(self.plan, self.infos, self.train, self.memory.poison)
-        return replace(self, memory=memory, cache=cache, engine=engine, choices=dict(self.choices), trials={}, made={})
+        return replace(
+            self, memory=memory, cache=cache, engine=engine, choices=dict(self.choices), contests={}, made={}
+        )
 
     def trace(self, found: ProgramTrace, retraced: Retraced | None = None) -> Trace:
         """Return what is known of a program before it runs. Its schedule is checked.
@@ -168,23 +169,22 @@ class Programs:
         auto, text = self.policy, found.program.text
         if not isinstance(auto, Auto):
             return None
-        trial = self.trials.get(text)
-        return auto if text not in self.choices or (trial is not None and trial.over) else None
+        contest = self.contests.get(text)
+        return auto if text not in self.choices or (contest is not None and contest.over) else None
 
     def decide(self, found: ProgramTrace, auto: Auto, retraced: Retraced) -> None:
-        """Choose the policy of a program: by rates, by what timed steps cost, and by what steps take. Collective."""
+        """Choose the policy of a program: by rates, then by what steps take. Collective."""
         text = found.program.text
-        trial, choice = self.trials.pop(text, None), self.choices.get(text)
-        following: Trial | Contest | None
-        if trial is None or choice is None:
+        contest, choice = self.contests.pop(text, None), self.choices.get(text)
+        if contest is None or choice is None:
             choice = decided(self.plan, self.comms, self._task(found), auto, self._again(retraced))
-            following = begun(self.comms, choice, auto)
+            following = opened(self.comms, choice, auto)
         else:
             self._release()
-            choice, following = trial.conclude(self.comms, auto, choice)
+            choice, following = contest.conclude(self.comms, choice)
         self.choices[text] = replace(choice, settled=following is None)
         if following is not None:
-            self.trials[text] = following
+            self.contests[text] = following
 
     def remat_of(self, found: ProgramTrace) -> Remat:
         """Say which units of a program are computed again in their backward."""
@@ -213,18 +213,18 @@ class Programs:
     def scheduled(self, found: ProgramTrace) -> Prepared:
         """A program with its schedule, made at the first call."""
         program, weighted, foreign = found.program, found.weighted, found.foreign
-        trial = self.trials.get(program.text)
-        timed = None if trial is None else trial.schedule.policy
+        contest = self.contests.get(program.text)
+        timed = None if contest is None else contest.schedule.policy
         key = (program.text, weighted, foreign, found.inner, found.axes, found.exact, timed)
         if key not in self.made:
-            schedule = self.trace(found).schedule if trial is None else trial.schedule
-            arena = self._arena((trial or schedule.memory).arena_bytes)
+            schedule = self.trace(found).schedule if contest is None else contest.schedule
+            arena = self._arena((contest or schedule.memory).arena_bytes)
             placed = self.placed(found, arena, schedule.memory.offsets)
             number = int(schedule.hash[:15], 16)
             number = digest((number, found.axes)) if found.axes else number
             route = make_route(schedule, placed.actions)
             self.made[key] = replace(
-                placed, weighted=weighted, route=route, axes=found.axes, digest=number, trial=trial
+                placed, weighted=weighted, route=route, axes=found.axes, digest=number, contest=contest
             )
         return self.made[key]
 

@@ -31,7 +31,6 @@ from fshard.runtime.engine.batch import check_detached, check_device, check_even
 from fshard.runtime.execution import ProgramTrace
 from fshard.runtime.execution.executor import OnDemand, Scheduled, program_of
 from fshard.runtime.execution.flight import begin
-from fshard.runtime.execution.timed import Timed
 from fshard.runtime.execution.trace import GlueWatch
 from fshard.runtime.steps.consensus import FAILED, OK, RETRY, STARVED, RuleNorms, Tally, consensus, tally
 from fshard.runtime.steps.ends import End, attempted, decline, drained, foretold
@@ -44,7 +43,6 @@ from fshard.runtime.steps.passes import Passes
 from fshard.runtime.steps.programs import Prepared, Programs
 from fshard.runtime.steps.records import Agreed, Latest, Outcome, PassResult, ProgramRun, Ready, StepRequest
 from fshard.runtime.steps.rows import rows_of, uneven_rows
-from fshard.runtime.steps.trials import Trial
 from fshard.schedule.auto import Auto
 
 PATIENCE = 3
@@ -157,10 +155,10 @@ class Runner:
     def _executor(self, prepared: Prepared, given: StepRequest) -> Scheduled | OnDemand:
         if prepared.route is not None:
             prepared.actions.start(given.shards, given.update, self.in_backward, given.accumulated, given.feedback)
-            maker = Timed if isinstance(prepared.trial, Trial) else self.programs.executor
-            executor = maker(prepared.route, prepared.actions, given.shield)
-            watch = executor.watch if isinstance(executor, Timed) else None
-            self.latest = Latest(prepared.route.schedule, executor.record, executor.times, prepared, watch)
+            executor = self.programs.executor(prepared.route, prepared.actions, given.shield)
+            self.latest = Latest(
+                prepared.route.schedule, executor.record, executor.times, prepared, device=self.plan.mesh.device.type
+            )
             return executor
         control, reads = self.programs.comms.control, prepared.engine.units.reads
         on_demand = OnDemand(
@@ -199,9 +197,9 @@ class Runner:
 
     def _prepare_without(self, ready: Ready) -> Ready:
         """Return what all ranks run after one had too little memory for a policy that is being timed: the next one."""
-        trial, batch = ready.prepared.trial, ready.request.batch
-        assert trial is not None
-        trial.fail()
+        contest, batch = ready.prepared.contest, ready.request.batch
+        assert contest is not None
+        contest.fail()
         found = self.finder.look(batch)
         assert found is not None and isinstance(self.programs.policy, Auto)
         self.programs.decide(found, self.programs.policy, partial(self.finder.again, batch))
@@ -285,8 +283,8 @@ class Runner:
 
     def _excused(self, agreed: Agreed, end: End) -> End:
         """Ask for another policy, where there was too little memory for one that the step could do without."""
-        trial, failure = agreed.ready.prepared.trial, end.failure
-        if self.in_backward or trial is None or not trial.dispensable:
+        contest, failure = agreed.ready.prepared.contest, end.failure
+        if self.in_backward or contest is None or not contest.dispensable:
             return end
         return End(STARVED, failure) if failure is not None and starved(failure) else end
 
@@ -384,12 +382,12 @@ class Runner:
 
     def _conclude(self, outcome: Outcome) -> Outcome:
         verdict, latest = outcome.verdict, self.latest
-        trial = latest.prepared.trial if latest.prepared is not None else None
+        contest = latest.prepared.contest if latest.prepared is not None else None
         if verdict.worst == FAILED:
-            if trial is not None:
-                trial.fail()
+            if contest is not None:
+                contest.fail()
             own = verdict.status[self.plan.mesh.rank]
             raise_failure(self.programs.comms.control, outcome.end.failure, verdict.status, own)
-        if trial is not None:
-            trial.note(latest.times, latest.watch)
+        if contest is not None:
+            contest.note(latest.times)
         return outcome

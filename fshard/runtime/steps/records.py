@@ -11,7 +11,6 @@ from fshard.runtime.comm.facts import Facts
 from fshard.runtime.execution import Shards, Shield, Update
 from fshard.runtime.execution.actions import NOTHING
 from fshard.runtime.execution.executor import OnDemand, Scheduled
-from fshard.runtime.execution.timed import Stopwatch
 from fshard.runtime.steps.consensus import RuleNorms, Verdict
 from fshard.runtime.steps.ends import End
 from fshard.runtime.steps.programs import Prepared
@@ -126,13 +125,13 @@ class Latest:
         record: the ops that it ran.
         times: when each of them began, and when the last one was over.
         prepared: the program that ran.
-        watch: what its ops took, where they were timed.
         apart: the reason why a step function ran part by part; empty if it did not.
+        device: the type of the device, behind which the host may run.
     """
 
     schedule: Schedule | None = None
     record: Sequence[Op] = ()
     times: Sequence[float] = field(default=(), repr=False)
     prepared: Prepared | None = field(default=None, repr=False)
-    watch: Stopwatch | None = field(default=None, repr=False)
     apart: str = ""
+    device: str = "cpu"

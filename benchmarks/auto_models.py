@@ -1,4 +1,4 @@
-"""The models of ``foresight.py``: a GPT, an MLP of unequal layers, an encoder and a decoder; each with a batch."""
+"""The models of ``auto.py``: a GPT, an MLP of unequal layers, an encoder and a decoder; each with a batch."""
 
 from collections.abc import Callable
 from typing import Any
