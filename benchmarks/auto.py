@@ -44,7 +44,9 @@ def judge(report: Report, title: str, told: dict[str, Any]) -> None:
     for label, choice in told["auto"].items():
         fits = [each for each in told["fixed"].values() if choice["limit"] is None or each["peak"] <= choice["limit"]]
         best = min(each["seconds"] for each in fits)
-        report.rows.append(Row(f"{title}, {label}", "of the best policy's time", choice["seconds"] / best, target=REGRET))
+        report.rows.append(
+            Row(f"{title}, {label}", "of the best policy's time", choice["seconds"] / best, target=REGRET)
+        )
         report.rows.append(Row(f"{title}, {label}: steps until it settles", "steps", choice["settled"], target=STEPS))
         spent = sum(choice["first"][: choice["settled"]]) / choice["settled"] / best
         report.rows.append(Row(f"{title}, {label}: until then", "of the best policy's time", spent))

@@ -20,7 +20,7 @@ from common import Report, Row, arguments, middle, peers_option, ratio
 from model import SMALL, TINY
 from rich.console import Console
 
-from fshard.runtime.comm.flight import Flight
+from fshard.runtime.flight.recorder import Flight
 from fshard.schedule import Op, Schedule
 from fshard.tracking.history import History
 from fshard.tracking.screen import screen

@@ -5,8 +5,9 @@ from collections.abc import Iterator
 from itertools import groupby, pairwise
 from pathlib import Path
 
-from fshard.schedule.flight import RankRecord, of_one_job, read_records, verdict
-from fshard.schedule.stragglers import straggler
+from fshard.runtime.flight.rank_records import RankRecord, read_records
+from fshard.runtime.flight.stragglers import straggler
+from fshard.runtime.flight.verdict import of_one_job, verdict
 from fshard.view.chrome import OpSpan, ScheduleRun, write
 
 

@@ -30,7 +30,7 @@ from fshard.runtime.engine.loss import check_data, left_by_trace
 from fshard.runtime.engine.rng import seeded
 from fshard.runtime.execution import PendingUpdate, Shield, Update, parts_of
 from fshard.runtime.execution.executor import Scheduled
-from fshard.runtime.execution.flight import begin, executor_of
+from fshard.runtime.execution.observers import begin, observers_of
 from fshard.runtime.execution.update import joined
 from fshard.runtime.steps import Latest, Verdict, raise_failure
 from fshard.runtime.steps.consensus import FAILED, OK, exchange_sums
@@ -288,7 +288,7 @@ class StepRunner:
             if state.pending is not None and not due.issuperset(state.pending.waiting):
                 state.applied()
             updates.append(Update(state.shards(), state.pending, {}))
-        executor = executor_of(self.plan.mesh)(step.route, step.actions, shield)
+        executor = Scheduled(step.route, step.actions, shield, observers_of(self.plan.mesh, len(step.schedule)))
         replay.begin(given.states, executor)
         for version, (_, origin) in enumerate(step.recorded.versions):
             for actions in step.of_version(version) if origin is not None else ():

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 from fshard.played.cooperative import RankThread, Scheduler, inherited, playing, randomness, restore_randomness
+from fshard.schedule.ops import Op
 from fshard.sharding.mesh import Mesh
 
 POLL = 0.2
@@ -26,7 +27,7 @@ class PausedScheduler(Scheduler):
         self._stopped = threading.Event()
         self._outside = randomness()
 
-    def begin(self, body: Callable[[], Any]) -> None:
+    def start(self, body: Callable[[], Any]) -> None:
         """Start all ranks, and run them up to their first op."""
         inherit = inherited()
         self.threads = [RankThread(self, rank, inherit(body)) for rank in range(self.size)]
@@ -35,13 +36,16 @@ class PausedScheduler(Scheduler):
             thread.start()
         self._go(self.threads[0])
 
-    def before(self, position: int) -> None:
+    def begin(self, at: int, op: Op) -> None:
         """Stop here until this op may begin. Called by a rank."""
         thread = playing()
         assert thread is not None
-        self.at[thread.rank] = position
-        if position >= self.allowed:
-            self.wait(thread, lambda: position < self.allowed, f"leave to begin op {position}")
+        self.at[thread.rank] = at
+        if at >= self.allowed:
+            self.wait(thread, lambda: at < self.allowed, f"leave to begin op {at}")
+
+    def end(self, at: int, op: Op) -> None:
+        """Nothing follows the end of an op."""
 
     def idle(self) -> bool:
         """Tell whether all ranks that still run have stopped before an op that may not begin."""

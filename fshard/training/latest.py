@@ -1,7 +1,7 @@
 """What a step says of its latest run, and what a trace finds: alike for all that runs on a schedule."""
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol
 
@@ -10,6 +10,7 @@ from fshard.errors import PlanError
 from fshard.runtime.engine import Remat
 from fshard.runtime.engine.batch import check_even, on_meta
 from fshard.runtime.execution import ProgramTrace
+from fshard.runtime.execution.route import Observer
 from fshard.runtime.steps import Latest, Prepared, Runner
 from fshard.schedule.ops import Op
 from fshard.schedule.schedule import Schedule
@@ -113,8 +114,8 @@ class OneFunction(LatestRun):
             return runner.finder.again(batch, remat)
 
     @contextmanager
-    def watched(self, batch: Any, watch: Callable[[int], None]) -> Iterator[Prepared]:
-        """While it lasts, ``watch`` is called before each op of runs on batches like this one, with its number.
+    def observed(self, batch: Any, observer: Observer) -> Iterator[Prepared]:
+        """While it lasts, an observer is told of the ops of runs on batches like this one.
 
         Yields:
             The program of the batch, which runs with memory of its own.
@@ -123,7 +124,7 @@ class OneFunction(LatestRun):
             PlanError: as ``trace``.
         """
         self.trace(batch)
-        with self._runner.watched(batch, watch) as prepared:
+        with self._runner.observed(batch, observer) as prepared:
             yield prepared
 
     @property

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from fshard.arguments import expect
 from fshard.errors import PlanError
-from fshard.runtime.execution.flight import flight_of
+from fshard.runtime.execution.observers import flight_of
 from fshard.sharding.mesh import Mesh
 
 

@@ -41,11 +41,11 @@ class Stepping:
 
         def on_rank() -> Any:
             own, part = step._all_here(), part_of(batch, self._plan)
-            with own.watched(part, scheduler.before) as prepared:
+            with own.observed(part, scheduler) as prepared:
                 self._ranks[self._plan.mesh.rank] = prepared
                 return own(state, part)
 
-        scheduler.begin(on_rank)
+        scheduler.start(on_rank)
         self._conclude()
         self.schedule: Schedule = self._ranks[0].route.schedule  # type: ignore[union-attr]
 
@@ -242,7 +242,7 @@ def step_through(step: Any, state: Any, batch: Any) -> Stepping:
     >>> state.params["w"]
     tensor([-2., -1.,  0.,  1.])
     """
-    if not isinstance(step, OfAllRanks) or not hasattr(type(step), "watched"):
+    if not isinstance(step, OfAllRanks) or not hasattr(type(step), "observed"):
         raise PlanError(
             f"fs.view.step_through(step, state, batch) takes a train step of a plan on fs.virtual_mesh, made outside "
             f"of mesh.run, and was given {described(step)}. The ops of a step function are in "

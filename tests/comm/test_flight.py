@@ -17,13 +17,15 @@ from hypothesis import strategies as st
 
 import fshard as fs
 from fshard.errors import CommError, PlanError
-from fshard.runtime.comm import flight as module
-from fshard.runtime.comm.flight import RUNS, Flight, MappedFile
 from fshard.runtime.comm.watchdog import Watchdog
 from fshard.runtime.execution.executor import Scheduled
 from fshard.runtime.execution.route import make_route
+from fshard.runtime.flight import recorder as module
+from fshard.runtime.flight.mapped_file import MappedFile
+from fshard.runtime.flight.rank_records import OVER, SLOTS, RankRecord, read_records, stamped
+from fshard.runtime.flight.recorder import RUNS, Flight
+from fshard.runtime.flight.verdict import verdict
 from fshard.schedule import Op, Policy
-from fshard.schedule.flight import OVER, SLOTS, RankRecord, read_records, stamped, verdict
 from fshard.schedule.ops import COMPUTE_KINDS
 from fshard.schedule.schedule import Schedule
 from tests.schedule.test_costs import over

@@ -21,9 +21,9 @@ from fshard.errors import CommError
 from fshard.runtime.comm import devices, nccl, stacks, watchdog
 from fshard.runtime.comm.bounded import bounded
 from fshard.runtime.comm.call_site import call_site
-from fshard.runtime.comm.flight import Flight
 from fshard.runtime.comm.nccl import NcclCommunicator
 from fshard.runtime.comm.watchdog import LAST, Watchdog
+from fshard.runtime.flight.recorder import Flight
 from fshard.threads import Supervisor, say, started
 from fshard.tracking.tracker import Guard
 

@@ -61,7 +61,6 @@ ENDED = {
     "runtime/comm/start.py": "bounded, in processes.py; a deadline of its own",
     "runtime/comm/watchdog.py": "a tick of the thread that looks at waits",
     "runtime/steps/rates.py": "handles of communicators",
-    "runtime/steps/streams.py": "handles of communicators; a pause of a few milliseconds",
     "runtime/memory/offload.py": "a device: its own watchdog",
     "runtime/execution/low_rank.py": "handles of communicators",
     "runtime/execution/replicas.py": "handles of communicators",

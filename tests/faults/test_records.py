@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from fshard.schedule.flight import read_records, verdict
+from fshard.runtime.flight.rank_records import read_records
+from fshard.runtime.flight.verdict import verdict
 from tests.foresight import stuck
 from tests.shared.children import Child
 from tests.shared.workers import Pool, Pools

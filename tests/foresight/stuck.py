@@ -15,7 +15,8 @@ from unittest import mock
 import torch
 
 import fshard as fs
-from fshard.schedule.flight import read_records, verdict
+from fshard.runtime.flight.rank_records import read_records
+from fshard.runtime.flight.verdict import verdict
 
 BEFORE = 2
 """Steps that all ranks make."""

@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 
 from fshard.cli.main import main
+from fshard.runtime.flight.rank_records import HEADER, OVER, RECORD, read_records, schedule_name
+from fshard.runtime.flight.verdict import verdict
 from fshard.schedule import Call, GroupInfo, Policy, Program, Schedule, Transfer, build
-from fshard.schedule.flight import HEADER, OVER, RECORD, read_records, schedule_name, verdict
 
 
 def two(folder: Path, last: int = OVER, ranks: int = 2, clock: float = 100.0) -> Schedule:

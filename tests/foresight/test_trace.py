@@ -12,8 +12,9 @@ import torch
 import fshard as fs
 from fshard.cli.main import main
 from fshard.errors import PlanError
+from fshard.runtime.flight.rank_records import HEADER, OVER, RECORD, read_records
+from fshard.runtime.flight.verdict import verdict
 from fshard.schedule import Costs, Link, Policy, simulate
-from fshard.schedule.flight import HEADER, OVER, RECORD, read_records, verdict
 from fshard.schedule.simulate import measured
 from fshard.view.chrome import TRACKS
 from tests.foresight import stuck

@@ -51,7 +51,7 @@ LAYERS = (
 """The rooms, lowest first; ``""`` is the package's ``__init__``. A room imports from lower layers only; files
 right under the package may also import others of their layer."""
 
-FLOORS = (("comm",), ("memory",), ("engine", "graphs"), ("execution",), ("steps",))
+FLOORS = (("comm", "flight"), ("memory",), ("engine", "graphs"), ("execution",), ("steps",))
 """The rooms of the runtime, lowest first. A room imports from its own floor and from lower ones."""
 
 QUESTIONS = frozenset({"What", "Whether", "How", "Where", "Which", "When", "Why", "Who"})

@@ -14,7 +14,8 @@ from torch import nn
 import fshard as fs
 from fshard.foresight.huggingface import _values
 from fshard.reading.texts import read_text
-from fshard.schedule.flight import HEADER, RECORD, file_name, read_records, schedule_name, verdict
+from fshard.runtime.flight.rank_records import HEADER, RECORD, file_name, read_records, schedule_name
+from fshard.runtime.flight.verdict import verdict
 from fshard.schedule.schedule import parse
 from fshard.tracking.json_lines import JsonLines, read_lines
 from tests.security.hostile_cases import ANY, Case, Files, mutated, text_of

@@ -9,9 +9,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from fshard.runtime.comm.flight import Flight
 from fshard.runtime.comm.row_sums import sum_rows
 from fshard.runtime.comm.streams import Event
+from fshard.runtime.flight.recorder import Flight
 from fshard.sharding.mesh import Axes
 
 Events = Iterable[Event | None]

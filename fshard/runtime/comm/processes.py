@@ -19,7 +19,6 @@ from fshard.runtime.comm.communicator import Communicator, SingleRank
 from fshard.runtime.comm.cuts import Cuts
 from fshard.runtime.comm.descriptors import Descriptors
 from fshard.runtime.comm.exchange import exchange, exchange_text
-from fshard.runtime.comm.flight import Flight
 from fshard.runtime.comm.gloo import GlooCommunicator
 from fshard.runtime.comm.gloo_threads import without_interrupting
 from fshard.runtime.comm.host import HostCommunicator
@@ -29,6 +28,7 @@ from fshard.runtime.comm.pending import naming_errors
 from fshard.runtime.comm.row_sums import kernel_of
 from fshard.runtime.comm.streams import make_stream
 from fshard.runtime.comm.watchdog import Watchdog
+from fshard.runtime.flight.recorder import Flight
 from fshard.schedule.transfers import COLLECTIVES
 from fshard.sharding.mesh import Axes, Mesh
 from fshard.torch_internals import default_group

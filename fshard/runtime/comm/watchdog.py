@@ -24,8 +24,8 @@ from fshard.errors import CommError, lines
 from fshard.forks import own
 from fshard.runtime.comm.call_site import op_of, place
 from fshard.runtime.comm.failure_notes import GATHERING, MOST, FailureNotes
-from fshard.runtime.comm.flight import Flight, Stamp
 from fshard.runtime.comm.pending import GONE
+from fshard.runtime.flight.recorder import Flight, Stamp
 from fshard.threads import Supervisor, say
 
 LONG = 10.0

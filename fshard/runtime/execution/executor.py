@@ -11,7 +11,7 @@ from typing import TypeVar
 
 from fshard.errors import CommError, ScheduleError
 from fshard.runtime.engine.proxies import Mispredicted
-from fshard.runtime.execution.route import Route, ScheduleActions
+from fshard.runtime.execution.route import Observer, Route, ScheduleActions
 from fshard.runtime.execution.signals import Shield
 from fshard.schedule.ops import COMPUTE_KINDS, ROOT, Call, Op, Program
 
@@ -21,6 +21,12 @@ T = TypeVar("T")
 class Scheduled:
     """Runs the ops of a schedule in its order.
 
+    Args:
+        route: the schedule as it runs.
+        actions: what its ops do.
+        shield: holds signals back while ranks communicate.
+        observers: what is told of each op, beside those of the route.
+
     Attributes:
         record: what ran.
         times: when each op of it began; one more while an op that communicates is under way, and at the end.
@@ -28,9 +34,15 @@ class Scheduled:
         draining: whether the program is over, so that only what other ranks wait for is still to be done.
     """
 
-    def __init__(self, route: Route, actions: ScheduleActions, shield: Shield | None = None) -> None:
+    def __init__(
+        self,
+        route: Route,
+        actions: ScheduleActions,
+        shield: Shield | None = None,
+        observers: tuple[Observer, ...] = (),
+    ) -> None:
         self.route, self.ops, self.runs, self.actions = route, route.schedule.ops, route.runs, actions
-        self.look = route.watch
+        self.observers, self.observed = route.observers + observers, -1
         self.end = len(self.ops) - (self.ops[-1].kind == "consensus")
         self.shield = shield or Shield()
         self.lost = self.draining = False
@@ -43,10 +55,12 @@ class Scheduled:
         position = self.route.positions.get((kind, unit, index, self.microbatch), -1)
         if position < self.cursor:
             raise Mispredicted(f"{kind} {unit} #{index} is not ahead in the schedule")
+        if self.observers:
+            self._observe(-1)
         if position > self.cursor:
             self._run_to(position)
-        if self.look is not None:
-            self.look(position)
+        if self.observers:
+            self._observe(position)
         self.record.append(self.ops[position])
         self.times.append(perf_counter())
         self.cursor = position + 1
@@ -69,6 +83,8 @@ class Scheduled:
 
     def settle(self) -> None:
         """Issue the ops that need not wait."""
+        if self.observers:
+            self._observe(-1)
         end = self.route.settled[self.cursor]
         if end > self.cursor:
             self._run_to(end)
@@ -86,6 +102,8 @@ class Scheduled:
 
     def finish(self) -> None:
         """Run everything before the consensus. After an error that is no ``CommError`` it can be called again."""
+        if self.observers:
+            self._observe(-1)
         self._run_to(self.end)
 
     def drain(self) -> None:
@@ -114,8 +132,8 @@ class Scheduled:
             self.shield.reopen()
 
     def _perform(self, run: Callable[[], T]) -> T:
-        if self.look is not None:
-            self.look(self.cursor)
+        if self.observers:
+            self._observe(self.cursor)
         op = self.ops[self.cursor]
         self.times.append(perf_counter())
         try:
@@ -127,15 +145,18 @@ class Scheduled:
         except BaseException:
             self.times.pop()  # the op is issued once more
             raise
+        finally:
+            if self.observers:
+                self._observe(-1)
         self.record.append(op)
         return found
 
     def _update(self) -> None:
         # Updates that follow each other are done together.
         end, groups = self.route.updates[self.cursor]
-        if self.look is not None:
+        if self.observers:
             for position in range(self.cursor, end):
-                self.look(position)
+                self._observe(position)
         ops, count = self.ops[self.cursor : end], len(self.times)
         self.times += [perf_counter()] * len(ops)
         try:
@@ -145,8 +166,20 @@ class Scheduled:
                 del self.times[count:]
                 raise
             # It waits for whoever reads the state next. This step has failed anyway.
+        finally:
+            if self.observers:
+                self._observe(-1)
         self.cursor = end
         self.record += ops
+
+    def _observe(self, at: int) -> None:
+        """Tell observers that the op under way is over, and that another one begins, unless ``at`` is -1."""
+        before, self.observed = self.observed, at
+        for observer in self.observers:
+            if before >= 0:
+                observer.end(before, self.ops[before])
+            if at >= 0:
+                observer.begin(at, self.ops[at])
 
 
 class Again:

@@ -27,6 +27,16 @@ class ScheduleActions(Protocol):
         """The unit and the leaves of a group, as an error names them."""
 
 
+class Observer(Protocol):
+    """Is told of the ops that an executor runs, by their numbers in the schedule. They do not overlap."""
+
+    def begin(self, at: int, op: Op) -> None:
+        """An op is about to run."""
+
+    def end(self, at: int, op: Op) -> None:
+        """It is over, or has failed. A compute op is over where another op begins, or nothing is left to issue."""
+
+
 @dataclass(frozen=True)
 class Route:
     """A schedule as it runs, with all that can be looked up before: made once a schedule.
@@ -37,7 +47,7 @@ class Route:
         positions: where each compute op stands, by kind, unit, call and microbatch.
         settled: for each op, the first one from it on that may wait.
         updates: for the first of some updates that follow each other, the op after them, and their groups' ids.
-        watch: called with the number of each op before it runs; None for nothing to call.
+        observers: what is told of each op.
     """
 
     schedule: Schedule
@@ -45,7 +55,7 @@ class Route:
     positions: Mapping[tuple[str, str, int, int], int]
     settled: Sequence[int]
     updates: Mapping[int, tuple[int, Sequence[int]]]
-    watch: Callable[[int], None] | None = None
+    observers: tuple[Observer, ...] = ()
 
 
 def make_route(schedule: Schedule, actions: ScheduleActions) -> Route:

@@ -16,8 +16,6 @@ from fshard.runtime.engine.origins import Debugging
 from fshard.runtime.engine.remat import Remat, again
 from fshard.runtime.execution import ProgramTrace
 from fshard.runtime.execution.actions import Actions, Resident
-from fshard.runtime.execution.executor import Scheduled
-from fshard.runtime.execution.flight import ExecutorMaker, executor_of
 from fshard.runtime.execution.route import Route, make_route
 from fshard.runtime.execution.wires import compile_kernels
 from fshard.runtime.memory.gradients import FlatGradients, GradientBuffers
@@ -96,7 +94,6 @@ class Programs:
         remat: which units are computed again in their backward.
         cache: compiled graphs of units; None without a backend.
         engine: makes the engine of a program.
-        executor: runs the ops of a schedule.
         choices: what ``fs.Auto`` chose, by program.
         contests: of programs whose steps are timed to choose better.
         made: the programs.
@@ -113,7 +110,6 @@ class Programs:
     remat: Remat
     cache: "Cache | None"
     engine: EngineMaker = Engine
-    executor: ExecutorMaker = Scheduled
     choices: dict[str, Choice] = field(default_factory=dict)
     contests: dict[str, Contest] = field(default_factory=dict)
     made: dict[Hashable, Prepared] = field(default_factory=dict)
@@ -349,7 +345,7 @@ def make_programs(
     second = {secondary: group_infos(plan, state, secondary)} if auto and secondary else {}
     memory, cache = StepMemory(plan, infos, train, running.debug), make_cache(running.compile)
     made = Programs(plan, running.policy, accumulate, train, comms, infos, second, memory, running.remat, cache)
-    return replace(made, engine=Debugging() if running.debug else Engine, executor=executor_of(plan.mesh))
+    return replace(made, engine=Debugging()) if running.debug else made
 
 
 def _tell_scaled(paths: Sequence[str]) -> None:

@@ -16,7 +16,7 @@ stages run with an executor that gathers on demand.
 """
 
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -30,7 +30,8 @@ from fshard.runtime.comm.facts import Facts, digest
 from fshard.runtime.engine.batch import check_detached, check_device, check_even, microbatches
 from fshard.runtime.execution import ProgramTrace
 from fshard.runtime.execution.executor import OnDemand, Scheduled, program_of
-from fshard.runtime.execution.flight import begin
+from fshard.runtime.execution.observers import begin, observers_of
+from fshard.runtime.execution.route import Observer
 from fshard.runtime.execution.trace import GlueWatch
 from fshard.runtime.steps.consensus import FAILED, OK, RETRY, STARVED, RuleNorms, Tally, consensus, tally
 from fshard.runtime.steps.ends import End, attempted, decline, drained, foretold
@@ -105,14 +106,14 @@ class Runner:
             raise
 
     @contextmanager
-    def watched(self, batch: Any, watch: Callable[[int], None]) -> Iterator[Prepared]:
-        """The program of a batch, of whose ops ``watch`` is told while this lasts."""
+    def observed(self, batch: Any, observer: Observer) -> Iterator[Prepared]:
+        """The program of a batch, of whose ops an observer is told while this lasts."""
         found, programs = self.finder.look(batch), self.programs
         assert found is not None
         prepared = programs.scheduled(found)
         key = next(key for key, made in programs.made.items() if made is prepared)
         assert prepared.route is not None
-        programs.made[key] = replace(prepared, route=replace(prepared.route, watch=watch))
+        programs.made[key] = replace(prepared, route=replace(prepared.route, observers=(observer,)))
         try:
             yield prepared
         finally:
@@ -155,7 +156,8 @@ class Runner:
     def _executor(self, prepared: Prepared, given: StepRequest) -> Scheduled | OnDemand:
         if prepared.route is not None:
             prepared.actions.start(given.shards, given.update, self.in_backward, given.accumulated, given.feedback)
-            executor = self.programs.executor(prepared.route, prepared.actions, given.shield)
+            observers = observers_of(self.plan.mesh, len(prepared.route.schedule))
+            executor = Scheduled(prepared.route, prepared.actions, given.shield, observers)
             self.latest = Latest(
                 prepared.route.schedule, executor.record, executor.times, prepared, device=self.plan.mesh.device.type
             )

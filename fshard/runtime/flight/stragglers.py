@@ -5,7 +5,8 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
-from fshard.schedule.flight import RankRecord, ranks_text
+from fshard.runtime.flight.rank_records import RankRecord
+from fshard.runtime.flight.verdict import ranks_text
 from fshard.schedule.ops import STEP_KINDS
 
 LEAST = 0.05
