@@ -21,7 +21,7 @@ MOST = 6
 WORTH = 1.3
 """Policies that are foreseen to take more than so many times the fastest are not timed."""
 
-TURNS = (2, 5)
+TURNS = (2, 6)
 """Turns that count of each round. The one before them does not: it allocates and compiles."""
 
 NEAR, FINALISTS = 1.15, 3
