@@ -27,7 +27,7 @@ from plan_time import LLAMA
 from published_runs import GPUS, LENGTH, MOSAIC_RUNS, MPT, SIZES, TITAN_RUNS, Run
 
 import fshard as fs
-from fshard.cli.plan import seldom_collected
+from fshard.cli.plan_command import seldom_collected
 from fshard.foresight.foresee import on_plan, sizes, state_bytes, task_of
 from fshard.foresight.hardware import Hardware
 from fshard.foresight.huggingface import hugging_face

@@ -38,13 +38,14 @@ from fshard import torch_internals as torch_internals  # before all that imports
 # isort: split
 from fshard import collectives, errors, optim, tree
 from fshard.launch import make_mesh
-from fshard.launching.launch import launch
-from fshard.model import checkpoint_policies, init, random
+from fshard.launching.caller import launch
+from fshard.model import checkpoint_policies, random
+from fshard.model import initial_values as init
 from fshard.model.meta import empty_weights
 from fshard.model.precision import Precision
-from fshard.model.remat import remat
+from fshard.model.remat_function import remat
 from fshard.model.split import Model, split
-from fshard.model.suggest import suggest_units
+from fshard.model.suggest_units import suggest_units
 from fshard.model.unit import unit
 from fshard.optim.scaling import LossScale
 from fshard.patterns import glob
@@ -56,7 +57,7 @@ from fshard.sharding.mesh import Mesh, abstract_mesh
 from fshard.sharding.plan import Plan, make_plan
 from fshard.sharding.rules import Rule
 from fshard.sharding.spec import P, fsdp
-from fshard.sharding.suggest import suggest_rules
+from fshard.sharding.suggest_rules import suggest_rules
 from fshard.sharding.wire import Wire
 from fshard.state.averaged import averaged
 from fshard.state.init import init_state, shard, unshard
@@ -72,38 +73,38 @@ if TYPE_CHECKING:
     from fshard.checkpoint.checkpointer import Checkpointer
     from fshard.generation.generate import generate
     from fshard.generation.score import perplexity
-    from fshard.outer_steps.step import outer
+    from fshard.outer_steps.outer_step import outer
     from fshard.parts.grad import value_and_grad
-    from fshard.parts.step import make_step
-    from fshard.parts.update import make_update
+    from fshard.parts.step_function import make_step
+    from fshard.parts.update_part import make_update
     from fshard.played.mapping import shard_map
     from fshard.played.virtual import virtual_mesh
-    from fshard.proof.report import VerifyError
+    from fshard.proof.verification import VerifyError
     from fshard.proof.verify import verify
     from fshard.runtime.engine.stopped import stop_gradient
-    from fshard.sharding.batch import Rows
+    from fshard.sharding.local_batch import Rows
     from fshard.tracking.track import track
-    from fshard.training.buffers import Whole, sync_buffers
+    from fshard.training.buffer_sync import Whole, sync_buffers
     from fshard.training.elastic import Preempted, Preemption, train_loop
 
 __version__ = VERSION
 
 _LATER = (
     ("fshard", "data func generation io lora parallel sim trackers types view"),
-    ("fshard.training.buffers", "Whole sync_buffers"),
-    ("fshard.sharding.batch", "Rows"),
+    ("fshard.training.buffer_sync", "Whole sync_buffers"),
+    ("fshard.sharding.local_batch", "Rows"),
     ("fshard.checkpoint.checkpointer", "Checkpointer"),
     ("fshard.tracking.track", "track"),
     ("fshard.training.elastic", "Preempted Preemption train_loop"),
     ("fshard.played.mapping", "shard_map"),
-    ("fshard.proof.report", "VerifyError"),
+    ("fshard.proof.verification", "VerifyError"),
     ("fshard.proof.verify", "verify"),
     ("fshard.generation.generate", "generate"),
     ("fshard.generation.score", "perplexity"),
-    ("fshard.outer_steps.step", "outer"),
+    ("fshard.outer_steps.outer_step", "outer"),
     ("fshard.parts.grad", "value_and_grad"),
-    ("fshard.parts.step", "make_step"),
-    ("fshard.parts.update", "make_update"),
+    ("fshard.parts.step_function", "make_step"),
+    ("fshard.parts.update_part", "make_update"),
     ("fshard.runtime.engine.stopped", "stop_gradient"),
     ("fshard.played.virtual", "virtual_mesh"),
 )

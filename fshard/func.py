@@ -3,10 +3,10 @@
 ``fs.value_and_grad`` is the fast way to a gradient. These are for all else (docs/transforms.md).
 """
 
-from fshard.transform.loss import sharded_loss
 from fshard.transform.optimizer import differentiable
 from fshard.transform.products import gnvp, hessian_trace_samples, hvp, jvp
 from fshard.transform.samples import clipped_grad, per_sample_grad
+from fshard.transform.sharded_loss import sharded_loss
 
 __all__ = [
     "clipped_grad",

@@ -1,13 +1,13 @@
-"""When the ops of a schedule would run, given what ops and bytes cost: simulation without processes.
+"""Simulation without processes: when the ops of a schedule would run, given what ops and bytes cost.
 
 ``Costs.of(step.measured)`` has the costs of real steps; ``LINKS``, ``DEVICES`` and ``hardware`` say what machines
 promise; ``search`` tries shapes of the mesh, recomputation and wire formats.
 """
 
 from fshard.foresight.hardware import Hardware, hardware
-from fshard.foresight.options import Option, Search
 from fshard.foresight.search import search
-from fshard.runtime.steps.rates import measured_peak
+from fshard.foresight.search_table import Option, Search
+from fshard.runtime.steps.measured_rates import measured_peak
 from fshard.schedule.costs import Costs, Link, Noise, read_costs
 from fshard.schedule.machines import DEVICES, LINKS, Cluster
 from fshard.schedule.simulate import Simulation, simulate

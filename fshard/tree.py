@@ -23,7 +23,7 @@ from fshard.errors import TreeError
 
 _LATER = (
     ("fshard.parts.arithmetic", "add scale"),
-    ("fshard.transform.trees", "norm normal norms rademacher stack vdot"),
+    ("fshard.transform.tree_vectors", "norm normal norms rademacher stack vdot"),
 )
 """Functions of trees of shards. They need plans, so they lie in higher rooms, and are looked up when asked for."""
 

@@ -2,14 +2,14 @@
 
 from fshard.checkpoint.checkpointer import Restored
 from fshard.parts.grad import ValueAndGrad
-from fshard.parts.step import Step
+from fshard.parts.step_function import Step
 from fshard.played.virtual import VirtualMesh
-from fshard.proof.report import Verified
+from fshard.proof.verification import Verified
 from fshard.schedule.auto import Choice
-from fshard.schedule.trace import Trace
+from fshard.schedule.step_trace import Trace
 from fshard.training.evaluate import EvalStep
 from fshard.training.metrics import Metrics
-from fshard.training.step import TrainStep
+from fshard.training.train_step import TrainStep
 
 __all__ = [
     "Choice",

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import Any, Self, overload
 
 from fshard.arguments import expect
+from fshard.checkpoint.checkpoint_problems import other_folder
 from fshard.checkpoint.folder import CheckpointFolder, choose_steps, list_steps, step_folder
-from fshard.checkpoint.problems import other_folder
 from fshard.checkpoint.requests import requests_of
 from fshard.checkpoint.restore import TakeRules, restore_step
 from fshard.checkpoint.save import Save, check_json, head_of, remove_failed, save_facts, write_and_commit
@@ -36,7 +36,7 @@ from fshard.schedule.schedule import Schedule
 from fshard.sharding.mesh import Mesh
 from fshard.sharding.plan import Plan
 from fshard.state.equal import Equal
-from fshard.state.past import RunIdentity
+from fshard.state.provenance import RunIdentity
 from fshard.state.settle import settle
 from fshard.state.train_state import TrainState
 from fshard.threads import say, started

@@ -7,10 +7,10 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from fshard.checkpoint.checkpoint_problems import other_folder
 from fshard.checkpoint.counts import late_by_moments
 from fshard.checkpoint.folder import read_manifest, step_folder
 from fshard.checkpoint.manifest import Manifest, TensorInfo
-from fshard.checkpoint.problems import other_folder
 from fshard.checkpoint.ranges import Slice
 from fshard.checkpoint.read import read_into
 from fshard.checkpoint.states import one_mesh, whole_entries
@@ -18,15 +18,15 @@ from fshard.checkpoint.tensorfile import NAMES
 from fshard.errors import CheckpointError, PlanError, ShardError, TreeError, lines
 from fshard.optim.base import Optimizer
 from fshard.patterns import bad_regex, first_matches, idle
+from fshard.reading.file_problems import damaged, listed
 from fshard.reading.files import file_errors
-from fshard.reading.problems import damaged, listed
 from fshard.runtime.comm import Communicator, all_ranks_or_raise, each_rank_or_raise
 from fshard.sharding.mesh import Mesh
 from fshard.sharding.plan import Plan
 from fshard.state.entries import assemble, scalars
-from fshard.state.past import Past, RunIdentity
 from fshard.state.pieces import Entry
-from fshard.state.replicas import of_all_replicas, saved_at, with_replicas
+from fshard.state.provenance import Past, RunIdentity
+from fshard.state.replica_entries import of_all_replicas, saved_at, with_replicas
 from fshard.state.train_state import TrainState
 
 TakeRules = Sequence[tuple[str, str | None]]

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fshard.checkpoint.ranges import Slice
 from fshard.checkpoint.write import chunked
-from fshard.runtime.comm.streams import Event, copy_stream, events
+from fshard.runtime.comm.device_streams import Event, copy_stream, events
 from fshard.torch_internals import foreach_copy_
 
 ALIGN = 64

@@ -1,4 +1,4 @@
-"""What a checkpoint holds: one train state, or several by name, under the names ``generator.params.w``."""
+"""The contents of a checkpoint: one train state, or several by name, under the names ``generator.params.w``."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
@@ -11,7 +11,7 @@ from fshard.sharding.mesh import Mesh
 from fshard.sharding.plan import Plan
 from fshard.state.entries import Scalars, entries, scalars
 from fshard.state.pieces import Entry
-from fshard.state.replicas import of_all_replicas
+from fshard.state.replica_entries import of_all_replicas
 from fshard.state.train_state import TrainState
 
 States = TrainState | Mapping[str, TrainState]

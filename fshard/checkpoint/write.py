@@ -1,4 +1,4 @@
-"""What one rank writes: its slices of the state, and the files that hold them, hashed while they are written."""
+"""The files that one rank writes: its slices of the state, hashed while they are written."""
 
 import ctypes
 import hashlib

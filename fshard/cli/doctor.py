@@ -17,7 +17,7 @@ import torch
 
 from fshard.arguments import size_text
 from fshard.cli.selftest import selftest
-from fshard.launching.launch import launch
+from fshard.launching.caller import launch
 from fshard.played.virtual import virtual_mesh
 from fshard.runtime.comm.devices import available_backends
 from fshard.version import VERSION

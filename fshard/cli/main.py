@@ -4,7 +4,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from fshard.cli import ckpt, doctor, plan, trace
+from fshard.cli import ckpt, doctor, plan_command, trace_command
 from fshard.errors import ShardError
 from fshard.version import VERSION
 
@@ -19,9 +19,9 @@ def parser() -> argparse.ArgumentParser:
     ckpt.add_commands(tools.add_parser("ckpt", help=text, description=f"{text.capitalize()}.", epilog=ends))
     text = "foresee a step: memory, bytes, time, policies; without processes and weights"
     ends = "Exit status: 0; 1 if no policy fits into the memory; 2 if the command failed."
-    plan.add_arguments(tools.add_parser("plan", help=text, description=f"{text.capitalize()}.", epilog=ends))
+    plan_command.add_arguments(tools.add_parser("plan", help=text, description=f"{text.capitalize()}.", epilog=ends))
     text = "join the records of all ranks of a run to one trace, and say who waits for whom"
-    trace.add_arguments(tools.add_parser("trace", help=text, description=f"{text.capitalize()}."))
+    trace_command.add_arguments(tools.add_parser("trace", help=text, description=f"{text.capitalize()}."))
     text = "say what this machine has for fshard, and test it on two ranks"
     ends = "Exit status: 0; 1 if something is wrong."
     doctor.add_arguments(tools.add_parser("doctor", help=text, description=f"{text.capitalize()}.", epilog=ends))

@@ -1,4 +1,4 @@
-"""What ``fshard doctor`` runs on two ranks."""
+"""The test that ``fshard doctor`` runs on two ranks."""
 
 from typing import Any
 

@@ -6,8 +6,8 @@ from typing import Any
 from torch import Tensor
 
 from fshard import tree
-from fshard.collectives import build, linear
-from fshard.collectives.build import untraced
+from fshard.collectives import linear, make_linear
+from fshard.collectives.make_linear import untraced
 from fshard.collectives.ranks import Ranks
 from fshard.collectives.scope import AxisName, resolve
 from fshard.collectives.ties import applied
@@ -92,7 +92,7 @@ def pmax(x: Tree, axis: AxisName, *, mesh: Mesh | None = None) -> Tree:
 
     def largest(leaf: Any) -> Any:
         if not isinstance(leaf, Tensor):
-            return build.number(leaf, "pmax")
+            return make_linear.number(leaf, "pmax")
         if leaf.is_complex():
             raise CollectiveError("pmax of complex numbers: they have no order; take their real part or absolute value")
         return linear.apply(leaf, linear.Max(group))
@@ -161,7 +161,7 @@ def all_gather(
     if to not in ("varying", "invariant"):
         raise CollectiveError(f"all_gather: to={to!r} is neither 'varying' nor 'invariant'")
     invariant = to == "invariant" and not group.implicit
-    return _map("all_gather", x, lambda leaf: build.gather(leaf, group, dim, tiled, invariant))
+    return _map("all_gather", x, lambda leaf: make_linear.gather(leaf, group, dim, tiled, invariant))
 
 
 @untraced
@@ -188,7 +188,7 @@ def psum_scatter(x: Tree, axis: AxisName, *, dim: int = 0, tiled: bool = False, 
     group = resolve(axis, mesh)
 
     def scatter(leaf: Tensor) -> Tensor:
-        op = build.scatter_op(leaf, group, dim, tiled, "psum_scatter")
+        op = make_linear.scatter_op(leaf, group, dim, tiled, "psum_scatter")
         out = applied(leaf, op)
         return out if tiled else out.squeeze(op.dim)
 
@@ -224,8 +224,8 @@ def all_to_all(
     group = resolve(axis, mesh)
 
     def exchange(leaf: Tensor) -> Tensor:
-        op = build.exchange_op(leaf, group, split_dim, concat_dim, tiled, "all_to_all")
-        return build.exchange(leaf, op, tiled)
+        op = make_linear.exchange_op(leaf, group, split_dim, concat_dim, tiled, "all_to_all")
+        return make_linear.exchange(leaf, op, tiled)
 
     return _map("all_to_all", x, exchange)
 
@@ -261,7 +261,7 @@ def ragged_all_to_all(
     [tensor([ 0, 10]), tensor([ 1,  2, 11, 12])]
     """
     group = resolve(axis, mesh)
-    return _map("ragged_all_to_all", x, lambda leaf: build.ragged(leaf, group, send, receive))
+    return _map("ragged_all_to_all", x, lambda leaf: make_linear.ragged(leaf, group, send, receive))
 
 
 @untraced
@@ -285,7 +285,7 @@ def ppermute(x: Tree, axis: AxisName, perm: Sequence[tuple[int, int]], *, mesh: 
     [tensor(0), tensor(1)]
     """
     group = resolve(axis, mesh)
-    op = build.permute(group, perm)
+    op = make_linear.permute(group, perm)
     return _map("ppermute", x, lambda leaf: applied(leaf, op))
 
 
@@ -328,11 +328,11 @@ def axis_size(axis: AxisName, *, mesh: Mesh | None = None) -> int:
 
 def _sum(leaf: Any, group: Ranks, what: str) -> Any:
     if not isinstance(leaf, Tensor):
-        return build.number(leaf, what) * group.size
-    build.check_addable(leaf, what)
+        return make_linear.number(leaf, what) * group.size
+    make_linear.check_addable(leaf, what)
     total = linear.LinearSum(group)
     return applied(leaf, total, linear.Vary(group)) if group.implicit else applied(leaf, total)
 
 
 def _map(what: str, x: Tree, fn: Callable[[Tensor], Tensor]) -> Tree:
-    return tree.mapped(lambda leaf: fn(build.tensor(leaf, what)), x)
+    return tree.mapped(lambda leaf: fn(make_linear.tensor(leaf, what)), x)

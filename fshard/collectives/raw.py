@@ -12,8 +12,8 @@ from torch import Tensor
 
 from fshard.collectives.ranks import Ranks
 from fshard.runtime.comm import Handle
+from fshard.runtime.comm.device_streams import events
 from fshard.runtime.comm.row_sums import sum_rows
-from fshard.runtime.comm.streams import events
 
 Finish = Callable[[], Tensor]
 

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from fshard.arguments import described, expect, kind
+from fshard.collectives.collective_refusals import unbound_axis
 from fshard.collectives.ranks import Ranks
-from fshard.collectives.refusals import unbound_axis
 from fshard.errors import AxisError, unknown_axis
 from fshard.runtime.comm.communicator import SingleRankTransport
 from fshard.schedule.transfers import COLLECTIVES

@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from fshard.arguments import described
-from fshard.collectives.build import tensor, untraced
 from fshard.collectives.linear import Collect, Gather, LinearCut
+from fshard.collectives.make_linear import tensor, untraced
 from fshard.collectives.scope import group_of, in_scope
 from fshard.collectives.ties import applied
 from fshard.errors import CollectiveError, unknown_axis

@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 
 from fshard.arguments import kind
-from fshard.collectives import build
-from fshard.collectives.build import untraced
+from fshard.collectives import make_linear
 from fshard.collectives.linear import Gather, Linear, LinearCollective, LinearSum, Vary, apply, check_plain
+from fshard.collectives.make_linear import untraced
 from fshard.collectives.raw import Finish
 from fshard.collectives.scope import AxisName, resolve
 from fshard.errors import CollectiveError
@@ -98,7 +98,7 @@ def psum_start(x: Tensor, axis: AxisName, *, mesh: Mesh | None = None) -> InFlig
     >>> mesh.run(lambda: done(psum_start(torch.ones(2), "data", mesh=mesh)))
     [tensor([2., 2.]), tensor([2., 2.])]
     """
-    build.check_addable(x, "psum_start")
+    make_linear.check_addable(x, "psum_start")
     return _start(x, LinearSum(resolve(axis, mesh)))
 
 
@@ -117,7 +117,7 @@ def all_gather_start(x: Tensor, axis: AxisName, *, dim: int = 0, mesh: Mesh | No
     >>> mesh.run(lambda: done(all_gather_start(torch.tensor([mesh.rank]), "data", mesh=mesh)))
     [tensor([0, 1]), tensor([0, 1])]
     """
-    return _start(x, Gather(resolve(axis, mesh), build.dim_of(x, dim, "all_gather_start")))
+    return _start(x, Gather(resolve(axis, mesh), make_linear.dim_of(x, dim, "all_gather_start")))
 
 
 @untraced
@@ -135,7 +135,7 @@ def psum_scatter_start(x: Tensor, axis: AxisName, *, dim: int = 0, mesh: Mesh | 
     >>> mesh.run(lambda: done(psum_scatter_start(torch.arange(4), "data", mesh=mesh)))
     [tensor([0, 2]), tensor([4, 6])]
     """
-    return _start(x, build.scatter_op(x, resolve(axis, mesh), dim, True, "psum_scatter_start"))
+    return _start(x, make_linear.scatter_op(x, resolve(axis, mesh), dim, True, "psum_scatter_start"))
 
 
 @untraced
@@ -156,7 +156,7 @@ def all_to_all_start(
     >>> mesh.run(lambda: done(all_to_all_start(torch.arange(2) + 10 * mesh.rank, "data", 0, 0, mesh=mesh)))
     [tensor([ 0, 10]), tensor([ 1, 11])]
     """
-    return _start(x, build.exchange_op(x, resolve(axis, mesh), split_dim, concat_dim, True, "all_to_all_start"))
+    return _start(x, make_linear.exchange_op(x, resolve(axis, mesh), split_dim, concat_dim, True, "all_to_all_start"))
 
 
 @untraced
@@ -174,11 +174,11 @@ def ppermute_start(x: Tensor, axis: AxisName, perm: Sequence[tuple[int, int]], *
     >>> mesh.run(lambda: done(ppermute_start(torch.tensor(mesh.rank + 1), "data", [(0, 1), (1, 0)], mesh=mesh)))
     [tensor(2), tensor(1)]
     """
-    return _start(x, build.permute(resolve(axis, mesh), perm))
+    return _start(x, make_linear.permute(resolve(axis, mesh), perm))
 
 
 def _start(x: Tensor, op: LinearCollective) -> InFlight:
     what = f"{op.name}_start"
-    check_plain(build.tensor(x, what), what)
+    check_plain(make_linear.tensor(x, what), what)
     with torch.no_grad():
         return InFlight(op, x, x._version, op.begin(x.detach()))

@@ -2,7 +2,7 @@
 
 from fshard.data.loader import Loader
 from fshard.data.order import Order
-from fshard.data.packing import Packed, document_mask
+from fshard.data.packed_rows import Packed, document_mask
 
 __all__ = ["Loader", "Order", "Packed", "document_mask"]
 

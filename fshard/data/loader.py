@@ -10,7 +10,7 @@ from fshard import tree
 from fshard.arguments import described, expect
 from fshard.data.order import Order
 from fshard.errors import CheckpointError, PlanError, lines
-from fshard.sharding.batch import local_part
+from fshard.sharding.local_batch import local_part
 from fshard.sharding.plan import Plan
 from fshard.sharding.spec import P, axes_of
 

@@ -1,1 +1,1 @@
-"""What a run will take, before anything runs: ``fshard plan``, and the tables and pages that it prints."""
+"""Forecasts of runs, before anything runs: ``fshard plan``, and the tables and pages that it prints."""

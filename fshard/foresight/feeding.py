@@ -1,4 +1,4 @@
-"""What models of transformers are fed with: a batch of zeros by the arguments of their forward, and their loss."""
+"""Batches for models of transformers: zeros by the arguments of their forward, and their loss."""
 
 import inspect
 from collections.abc import Mapping

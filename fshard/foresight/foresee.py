@@ -1,4 +1,4 @@
-"""What a step would hold, send and take on a mesh that need not exist."""
+"""The forecast of a step on a mesh that need not exist: what it would hold, send and take."""
 
 import functools
 import math
@@ -13,7 +13,7 @@ from fshard.errors import PlanError
 from fshard.foresight.hardware import Hardware
 from fshard.foresight.jobs import GPU
 from fshard.optim.contract import Contract, contract
-from fshard.runtime.execution.trace import on_device
+from fshard.runtime.execution.trace_program import on_device
 from fshard.runtime.execution.update_memory import state_needs, update_needs
 from fshard.runtime.memory.optimizer_layout import beside_bytes, shard_bytes
 from fshard.schedule.auto import Candidate, tried
@@ -24,12 +24,12 @@ from fshard.schedule.infos import between, communicators, fast_axes, group_infos
 from fshard.schedule.policy import Policy
 from fshard.schedule.schedule import Schedule
 from fshard.schedule.simulate import Simulation, simulate
-from fshard.schedule.trace import Trace
+from fshard.schedule.step_trace import Trace
 from fshard.schedule.transfers import HOST
 from fshard.sharding.mesh import Axes, Mesh, abstract_mesh
 from fshard.sharding.plan import Plan
 from fshard.sharding.spec import axes_of
-from fshard.training.step import TrainStep
+from fshard.training.train_step import TrainStep
 
 Progress = Callable[[str, float], object]
 """Told what is under way, and how much of it is done, from 0 to 1."""

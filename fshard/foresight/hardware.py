@@ -1,4 +1,4 @@
-"""What a step would run on: devices and links by names, and measured costs where there are some."""
+"""The hardware of a step: devices and links by names, and measured costs where there are some."""
 
 import math
 from dataclasses import dataclass, replace
@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from fshard.arguments import expect, size_text
 from fshard.errors import PlanError, lines
 from fshard.foresight.host_memory import frozen_seconds, host_copies, update_seconds
-from fshard.foresight.packing import packing_seconds
+from fshard.foresight.packing_time import packing_seconds
 from fshard.schedule.auto import Candidate
 from fshard.schedule.candidates import PolicyTask
 from fshard.schedule.costs import Costs

@@ -1,9 +1,9 @@
-"""What it takes to keep shards on a device or on its host: copies between them, casts, and updates on either side."""
+"""The time of shards on a device or on its host: copies between them, casts, and updates on either side."""
 
 from collections.abc import Iterator
 from dataclasses import replace
 
-from fshard.foresight.packing import packed_need
+from fshard.foresight.packing_time import packed_need
 from fshard.schedule.footprint import Need
 from fshard.schedule.machines import Speed
 from fshard.schedule.stages import Stages

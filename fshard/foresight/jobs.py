@@ -1,4 +1,4 @@
-"""What ``fshard plan`` is asked about: a step and a batch, from a file of the user's or a configuration."""
+"""The jobs of ``fshard plan``: a step and a batch, from a file of the user's or a configuration."""
 
 import functools
 import importlib.util
@@ -17,14 +17,14 @@ from fshard.arguments import described
 from fshard.errors import PlanError
 from fshard.foresight.blame import named
 from fshard.optim.adamw import adamw
-from fshard.runtime.execution.trace import on_device
+from fshard.runtime.execution.trace_program import on_device
 from fshard.sharding.mesh import Axes, Mesh, abstract_mesh
 from fshard.sharding.plan import Plan, make_plan
 from fshard.sharding.rules import Rule
 from fshard.sharding.spec import P, fsdp
 from fshard.sharding.wire import Wire
 from fshard.training.make_step import make_train_step
-from fshard.training.step import TrainStep
+from fshard.training.train_step import TrainStep
 
 GPU = "cuda"
 """The device of plans that are foreseen."""

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 
 from fshard.arguments import size_text
 from fshard.foresight.foresee import Foresight
+from fshard.foresight.foresight_tables import Section, sections
 from fshard.foresight.remedies import Remedy, closing, largest
-from fshard.foresight.report import Section, sections
 from fshard.view.charts import policies, scaling
 from fshard.view.timeline import timeline
 from fshard.writing import write_whole

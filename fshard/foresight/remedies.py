@@ -1,4 +1,4 @@
-"""What would have to change for a step to fit into a device's memory, each computed, not guessed."""
+"""Remedies for a step that does not fit into a device's memory, each computed, not guessed."""
 
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -18,7 +18,7 @@ from fshard.schedule.simulate import time_text
 from fshard.schedule.transfers import item_words
 from fshard.sharding.plan import Plan
 from fshard.sharding.rules import Rule
-from fshard.training.step import TrainStep
+from fshard.training.train_step import TrainStep
 
 Remade = Callable[..., tuple[TrainStep, Any]]
 """Makes the step and its batch with other options: ``remat="all"``."""

@@ -16,7 +16,7 @@ from fshard.errors import PlanError, lines
 from fshard.foresight.foresee import Progress, for_gpus, on_plan, row_parts, sizes, state_bytes, task_of
 from fshard.foresight.hardware import Hardware
 from fshard.foresight.jobs import Job, job_of
-from fshard.foresight.options import EXACT, Option, Search, shape_of, words_of
+from fshard.foresight.search_table import EXACT, Option, Search, shape_of, words_of
 from fshard.schedule.auto import Candidate, timed, weighed
 from fshard.schedule.build import Builds
 from fshard.schedule.candidates import PolicyTask, candidates
@@ -25,7 +25,7 @@ from fshard.schedule.simulate import Simulation
 from fshard.sharding.mesh import Mesh, abstract_mesh
 from fshard.sharding.plan import Plan
 from fshard.sharding.wire import Wire
-from fshard.training.step import TrainStep
+from fshard.training.train_step import TrainStep
 
 
 def search(

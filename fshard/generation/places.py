@@ -1,4 +1,4 @@
-"""Where tokens stand: their positions, what they may attend to, and how long a cache must be."""
+"""Places of tokens: their positions, what they may attend to, and how long a cache must be."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple

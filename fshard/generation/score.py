@@ -11,7 +11,7 @@ from fshard.errors import BatchError, LossError
 from fshard.runtime.comm import collective_call, telling
 from fshard.runtime.engine import Mean
 from fshard.state.train_state import TrainState
-from fshard.training.buffers import Whole
+from fshard.training.buffer_sync import Whole
 from fshard.training.evaluate import make_eval_step
 
 

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from fshard import tree
-from fshard.checkpoint.convert import load_tensor
 from fshard.checkpoint.manifest import Manifest
+from fshard.checkpoint.rewrite import load_tensor
 from fshard.checkpoint.tensorfile import TensorMeta
 from fshard.checkpoint.write import new_file
 from fshard.errors import CheckpointError, TreeError, lines
@@ -31,7 +31,7 @@ from fshard.sharding.rules import Rule
 from fshard.sharding.spec import P
 from fshard.state.entries import LATE
 from fshard.state.pieces import PARAMS, split_name
-from fshard.state.replicas import ANCHOR
+from fshard.state.replica_entries import ANCHOR
 from fshard.state.train_state import TrainState
 
 Kind = Literal["hf", "dcp"]

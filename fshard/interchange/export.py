@@ -14,7 +14,7 @@ from fshard.interchange.rename import RenameLike
 from fshard.runtime.comm import collective_call, mesh_communicator, raise_failures
 from fshard.runtime.comm.copies import Copy, unequal_copies
 from fshard.sharding.mesh import Axes
-from fshard.sharding.part import PartMesh
+from fshard.sharding.part_mesh import PartMesh
 from fshard.sharding.plan import Plan
 from fshard.state.entries import entries
 from fshard.state.pieces import Entry

@@ -17,8 +17,8 @@ from fshard.collectives.ranks import Ranks
 from fshard.errors import CheckpointError, PlanError, TreeError, lines, no_processes, unknown_axis
 from fshard.interchange.rename import RenameLike, apply_rules
 from fshard.runtime.comm import Communicator, all_ranks_or_raise, enter, mesh_communicator
+from fshard.runtime.comm.device_streams import events
 from fshard.runtime.comm.facts import compare, facts_of
-from fshard.runtime.comm.streams import events
 from fshard.sharding.layout import Piece
 from fshard.sharding.mesh import Axes, Mesh
 from fshard.sharding.plan import Plan

@@ -13,8 +13,8 @@ from fshard.errors import TreeError, lines
 from fshard.interchange.hf_names import persistent, unsaved
 from fshard.interchange.rename import RenameLike, apply_rules
 from fshard.interchange.source import PartSource, TensorSource
-from fshard.model.init import Initializer
-from fshard.model.table import ModuleTable
+from fshard.model.initial_values import Initializer
+from fshard.model.position_tables import ModuleTable
 from fshard.sharding.plan import Plan
 
 

@@ -16,7 +16,7 @@ from fshard.interchange.rename import RenameLike, apply_rules, unwrapped, writte
 from fshard.interchange.source import MemorySource
 from fshard.optim import adamw, chain, ema, every, from_torch, partition, rate, sgd
 from fshard.optim.base import Optimizer
-from fshard.optim.compose import REST
+from fshard.optim.combinators import REST
 from fshard.played.everywhere import called_on_each_rank
 from fshard.runtime.comm import collective_call
 from fshard.sharding.mesh import Axes

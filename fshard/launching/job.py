@@ -1,4 +1,4 @@
-"""What is handed to ranks and back: a function, its arguments and the text of its cells; a result or an error."""
+"""Parcels for ranks and back: a function, its arguments and the text of its cells; a result or an error."""
 
 import dis
 import json

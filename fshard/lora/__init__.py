@@ -6,9 +6,9 @@ The weight reads as ``weight + alpha / rank * b @ a``. So adapters belong to the
 trained and saved like all other leaves; the weights themselves are frozen.
 """
 
+from fshard.lora.adapted_trees import adapters, init, linear, wrap
 from fshard.lora.merging import absorb, merge
 from fshard.lora.modules import PATHS
-from fshard.lora.trees import adapters, init, linear, wrap
 
 __all__ = ["PATHS", "absorb", "adapters", "init", "linear", "merge", "wrap"]
 

@@ -1,7 +1,8 @@
 """The model room: modules as parameter trees and pure functions, units, initial values, random numbers."""
 
-from fshard.model import init, philox
-from fshard.model.init import Initializer
+from fshard.model import initial_values as init
+from fshard.model import philox
+from fshard.model.initial_values import Initializer
 from fshard.model.meta import empty_weights
 from fshard.model.split import Model, split
 from fshard.model.unit import Slot, Unit, UnitEngine, attach, slot_of, unit

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator, Mapping
 
 from torch import nn
 
-from fshard.model import refusals
+from fshard.model import model_refusals
 from fshard.patterns import glob_matches, glob_meant
 
 Pattern = str | type[nn.Module]
@@ -22,9 +22,9 @@ def chosen(module: nn.Module, units: Pattern | Iterable[Pattern]) -> tuple[str, 
     found = {path: below for path, below in module.named_modules() if path and id(below) in picked}
     idle = {path: type(unit).__name__ for path, unit in found.items() if uncallable(unit)}
     if idle:
-        raise refusals.uncallable_unit(idle)
+        raise model_refusals.uncallable_unit(idle)
     if nested := _nested(found):
-        raise refusals.nested_units(nested)
+        raise model_refusals.nested_units(nested)
     return tuple(found)
 
 
@@ -32,7 +32,7 @@ def _patterns(units: Pattern | Iterable[Pattern]) -> list[Pattern]:
     patterns = list(units) if isinstance(units, Iterable) and not isinstance(units, (str, type)) else [units]
     for pattern in patterns:
         if not isinstance(pattern, str) and not (isinstance(pattern, type) and issubclass(pattern, nn.Module)):
-            raise refusals.bad_unit_pattern(pattern)
+            raise model_refusals.bad_unit_pattern(pattern)
     return patterns
 
 
@@ -59,7 +59,7 @@ def repeated(module: nn.Module) -> tuple[str, ...]:
     """
     found = tuple(_blocks(module, "", set()))
     if not found:
-        raise refusals.no_blocks([(path, type(below).__name__) for path, below in module.named_modules() if path])
+        raise model_refusals.no_blocks([(path, type(below).__name__) for path, below in module.named_modules() if path])
     return found
 
 
@@ -102,5 +102,5 @@ def _hits(module: nn.Module, patterns: list[Pattern]) -> Iterator[nn.Module]:
     unmatched = [pattern for pattern, found in zip(patterns, hits, strict=True) if not found]
     if unmatched:
         hint = glob_meant(unmatched[0], [path for path, _ in every]) if isinstance(unmatched[0], str) else ""
-        raise refusals.no_such_unit(unmatched, [(path, type(below).__name__) for path, below in every], hint)
+        raise model_refusals.no_such_unit(unmatched, [(path, type(below).__name__) for path, below in every], hint)
     return itertools.chain.from_iterable(hits)

@@ -11,8 +11,8 @@ from typing import Any
 from torch import nn
 from torch.nn.modules.rnn import RNNBase, RNNCellBase
 
-from fshard.model import init
-from fshard.model.init import Initializer
+from fshard.model import initial_values as init
+from fshard.model.initial_values import Initializer
 from fshard.torch_internals import ConvNd, NormBase
 
 Inits = dict[str, Initializer]

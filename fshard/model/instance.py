@@ -14,10 +14,10 @@ from typing import Any
 
 from torch import nn
 
-from fshard.model.buffers import BufferTracker
+from fshard.model.changed_buffers import BufferTracker
+from fshard.model.foreign_objects import held
 from fshard.model.leaves import LeafOrder
-from fshard.model.objects import held
-from fshard.model.refusals import assigned, reaches_outside, written_elsewhere
+from fshard.model.model_refusals import assigned, reaches_outside, written_elsewhere
 from fshard.model.template import Instance, Template
 from fshard.model.unit import Slot, slot_of
 from fshard.model.writes import (

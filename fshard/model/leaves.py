@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from fshard import errors, tree
 from fshard.arguments import expect, kind
-from fshard.model import refusals
-from fshard.model.buffers import Place
+from fshard.model import model_refusals
+from fshard.model.changed_buffers import Place
 from fshard.model.unit import slot_of
 from fshard.patterns import bad_regex, meant_by
 from fshard.torch_internals import DisableTorchFunctionSubclass
@@ -75,7 +75,9 @@ class LeafOrder:
 
     def _explained(self, given: Mapping[str, Any]) -> list[Any]:
         if not isinstance(given, Mapping):
-            raise refusals.wrong_leaves(self._what, [f"{kind(given)} was given, not a nested dict"], _instead(given))
+            raise model_refusals.wrong_leaves(
+                self._what, [f"{kind(given)} was given, not a nested dict"], _instead(given)
+            )
         found = dict(tree.paths(given))
         known = {path: found[path] for path in self.paths if path in found}
         problems = [f"{path}: missing" for path in self.paths if path not in found]
@@ -86,7 +88,7 @@ class LeafOrder:
         problems += [f"{path}: shape {shape}, expected {want}" for path, shape, want in wrong]
         if problems:
             shards = complete and {len(shape) for _, shape, _ in wrong} == {1}
-            raise refusals.wrong_leaves(self._what, problems, _SHARDS if shards else "")
+            raise model_refusals.wrong_leaves(self._what, problems, _SHARDS if shards else "")
         return list(known.values())
 
     def _misshapen(self, found: Mapping[str, Any]) -> Iterator[tuple[str, tuple[int, ...], tuple[int, ...]]]:

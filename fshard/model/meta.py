@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from fshard.errors import PlanError, lines
-from fshard.model import refusals
+from fshard.model import model_refusals
 
 _HOOKS = {"_backward_hooks": "register_hook", "_post_accumulate_grad_hooks": "register_post_accumulate_grad_hook"}
 """The attributes in which torch keeps hooks of a tensor, and the methods that add them."""
@@ -114,7 +114,7 @@ def private_copy(module: nn.Module, params: Iterable[Tensor], buffers: Iterable[
     try:
         twin = copy.deepcopy(module, dict(memo))
     except Exception as error:
-        raise refusals.cannot_copy(_uncopyable(module, memo) or [f"{type(module).__name__}: {error}"]) from error
+        raise model_refusals.cannot_copy(_uncopyable(module, memo) or [f"{type(module).__name__}: {error}"]) from error
     _check_copy(module, twin, memo)
     for below in twin.modules():
         if isinstance(below, nn.RNNBase):
@@ -137,7 +137,7 @@ def _check_copyable(module: nn.Module) -> None:
         if nn.parameter.is_lazy(leaf)
     ]
     if problems:
-        raise refusals.cannot_copy(problems)
+        raise model_refusals.cannot_copy(problems)
 
 
 def _nothing() -> None:
@@ -164,4 +164,4 @@ def _check_copy(module: nn.Module, twin: nn.Module, memo: Mapping[int, Any]) -> 
     theirs = dict(module.named_parameters(remove_duplicate=False))
     wrong = [path for path in {**theirs, **ours} if ours.get(path) is not memo.get(id(theirs.get(path)))]
     if wrong:
-        raise refusals.cannot_copy([f"{path}: its module is copied in a way of its own" for path in wrong])
+        raise model_refusals.cannot_copy([f"{path}: its module is copied in a way of its own" for path in wrong])

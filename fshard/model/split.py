@@ -16,19 +16,19 @@ from torch import Tensor, nn
 
 from fshard import errors, tree
 from fshard.hints import hinting
-from fshard.model import refusals
-from fshard.model.buffers import BufferTracker, Place
+from fshard.model import model_refusals
+from fshard.model.changed_buffers import BufferTracker, Place
 from fshard.model.choose import Pattern, chosen
 from fshard.model.defaults import deduce
-from fshard.model.init import Initializer
+from fshard.model.initial_values import Initializer
 from fshard.model.instance import FORWARD, Body
 from fshard.model.leaves import LeafOrder, find_places, ignored, tied
 from fshard.model.meta import check_module, private_copy
-from fshard.model.modes import ModuleModes
 from fshard.model.own import mark_own
-from fshard.model.shell import Shell
 from fshard.model.template import Numbers, Template
+from fshard.model.train_modes import ModuleModes
 from fshard.model.unit import Unit
+from fshard.model.unit_shell import Shell
 from fshard.model.writes import PriorWrites
 
 CALL = (
@@ -146,7 +146,7 @@ class Model:
         instance = body.instance(params)
         leaves = instance.tensors.leaves
         if self._unmade and buffers is None and leaves and leaves[0].device.type != "meta":
-            raise refusals.unmade_buffers(self._unmade)
+            raise model_refusals.unmade_buffers(self._unmade)
         given = body.buffers.leaves(self.buffers if buffers is None else buffers)
         versions = self._versions()
         out, changed = body.run(instance, given, args, kwargs, method)
@@ -154,7 +154,7 @@ class Model:
             raise errors.written_outside([path for path, _ in tree.paths(self.ignored)])
         if buffers is None:
             if changed:
-                raise refusals.buffers_changed(changed)
+                raise model_refusals.buffers_changed(changed)
             return out
         new = dict(zip(body.buffers.paths, given, strict=True))
         for path, buffer in changed.items():
@@ -227,7 +227,7 @@ def split(module: nn.Module, units: Pattern | Iterable[Pattern] = (), *, ignore:
     (('0', '1'), ['0.weight', '0.bias', '1.weight', '1.bias'])
     """
     if not isinstance(module, nn.Module):
-        raise refusals.not_a_module(module)
+        raise model_refusals.not_a_module(module)
     check_module(module)
     names = chosen(module, units)
     every = dict(module.named_parameters(remove_duplicate=False))

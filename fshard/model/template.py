@@ -18,11 +18,11 @@ import torch
 from torch import Tensor, nn
 
 from fshard.errors import UnitError
-from fshard.model.buffers import Place
+from fshard.model.changed_buffers import Place
 from fshard.model.containers import copied, holds, inside, outline
 from fshard.model.elsewhere import Elsewhere
-from fshard.model.objects import Shared
-from fshard.model.shell import InstanceTensors, Shell, UnitModules
+from fshard.model.foreign_objects import Shared
+from fshard.model.unit_shell import InstanceTensors, Shell, UnitModules
 from fshard.model.writes import BASE, CACHES, HOOKS, Flag, Glance, More, Scene, Surface, TableView, tables, view
 
 Numbers = Mapping[tuple[int, str], int]

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from fshard.errors import UnitError
 from fshard.model.containers import holds, inside, mapped, matches, outline, take
-from fshard.model.objects import held, opaque
+from fshard.model.foreign_objects import held, opaque
 
 CACHES = frozenset(("_flat_weights", "_flat_weight_refs"))
 """Attributes in which torch's recurrent modules hold their parameters a second time."""

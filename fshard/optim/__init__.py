@@ -11,7 +11,7 @@ from fshard.optim.adamw import adamw
 from fshard.optim.adamw8bit import adamw8bit
 from fshard.optim.around import ema, every
 from fshard.optim.base import Optimizer, Rate, State, rate
-from fshard.optim.compose import add_decay, chain, clip_value, masked, partition, scale
+from fshard.optim.combinators import add_decay, chain, clip_value, masked, partition, scale
 from fshard.optim.decay import Decay, matrices
 from fshard.optim.form import Form, LeafInfo
 from fshard.optim.from_torch import from_torch

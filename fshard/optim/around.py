@@ -8,7 +8,7 @@ from torch import Tensor
 
 from fshard.optim import checks
 from fshard.optim.base import Optimizer, State, States, Tensors, unscale
-from fshard.optim.compose import Inner
+from fshard.optim.combinators import Inner
 from fshard.optim.contract import at_step
 from fshard.optim.form import Form
 from fshard.torch_internals import foreach_add_, foreach_lerp_, foreach_zero_

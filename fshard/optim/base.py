@@ -1,4 +1,4 @@
-"""What an optimizer is: the protocol that the step calls, and the learning rate of a step."""
+"""The optimizer as a protocol that the step calls, and the learning rate of a step."""
 
 import math
 from collections.abc import Callable, Hashable

@@ -1,4 +1,4 @@
-"""What the library asks of an optimizer, with the defaults of what an optimizer may leave out."""
+"""The contract of an optimizer, with the defaults of what it may leave out."""
 
 import copy
 from collections.abc import Callable, Hashable, Mapping

@@ -1,4 +1,4 @@
-"""Which leaves weight decay touches."""
+"""The leaves that weight decay touches."""
 
 import re
 from collections.abc import Callable

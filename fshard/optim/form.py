@@ -1,4 +1,4 @@
-"""What an optimizer keeps of a leaf, and how much of the leaf it needs on one rank."""
+"""The form of an optimizer's buffers: what it keeps of a leaf, and how much of the leaf it needs on one rank."""
 
 import math
 from collections.abc import Mapping

@@ -1,4 +1,4 @@
-"""Which part of a model travels when: fragments, as ranges of shards, and the steps after which they leave and arrive.
+"""Fragments of a model that travel together: ranges of shards, and the steps after which they leave and arrive.
 
 All of it is arithmetic on a plan, the same on every rank. Fragments are ranges of the leaves, in the order of the plan,
 so they do not depend on how many ranks hold a replica: a state that was saved with a fragment under way goes on, on

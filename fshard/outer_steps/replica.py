@@ -5,11 +5,11 @@ from typing import Any
 
 from fshard.errors import PlanError, lines
 from fshard.played.transport import PartOfVirtual, VirtualTransport
-from fshard.runtime.comm.part import PartTransport
+from fshard.runtime.comm.part_transport import PartTransport
 from fshard.runtime.comm.processes import ProcessTransport
 from fshard.sharding.layout import make_groups
 from fshard.sharding.mesh import Mesh
-from fshard.sharding.part import PartMesh, part_of
+from fshard.sharding.part_mesh import PartMesh, part_of
 from fshard.sharding.plan import Plan
 
 

@@ -13,10 +13,10 @@ axes of experts and of the context are data axes: each of their ranks has its ow
 """
 
 from fshard.parallel.experts import Dispatched, combine, dispatch, grouped_linear, moe
-from fshard.parallel.linear import column_linear, local_heads, row_linear
+from fshard.parallel.layer_rules import column_rule, expert_rule, megatron_rules, row_rule
+from fshard.parallel.linear_layers import column_linear, local_heads, row_linear
 from fshard.parallel.ring import ring_attention
 from fshard.parallel.routing import Routing, load_balance_loss, route, z_loss
-from fshard.parallel.rules import column_rule, expert_rule, megatron_rules, row_rule
 from fshard.parallel.sequence import join_sequence, layer_norm, rms_norm, shared, split_sequence
 from fshard.parallel.vocab import padded, vocab_cross_entropy, vocab_embedding
 from fshard.parallel.zigzag import unzigzag, zigzag, zigzag_positions, zigzag_slice

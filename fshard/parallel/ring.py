@@ -18,13 +18,13 @@ from torch import Tensor
 
 from fshard.arguments import expect
 from fshard.collectives import raw
-from fshard.collectives.build import untraced
 from fshard.collectives.linear import Permute
+from fshard.collectives.make_linear import untraced
 from fshard.collectives.ranks import Ranks
 from fshard.collectives.scope import resolve
 from fshard.errors import PlanError, TransformError
 from fshard.parallel.attention import attend, attend_backward
-from fshard.parallel.checks import check_data_axis
+from fshard.parallel.plan_checks import check_data_axis
 from fshard.sharding.mesh import Mesh
 
 

@@ -9,7 +9,7 @@ from torch.nn import functional as F  # noqa: N812
 
 from fshard import collectives
 from fshard.arguments import expect
-from fshard.parallel.checks import check_whole
+from fshard.parallel.plan_checks import check_whole
 from fshard.sharding.mesh import Mesh
 from fshard.sharding.spec import P
 

@@ -9,10 +9,10 @@ from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
 
 from fshard import collectives
-from fshard.collectives.build import dim_of
 from fshard.collectives.linear import is_fake
+from fshard.collectives.make_linear import dim_of
 from fshard.errors import PlanError
-from fshard.parallel.checks import check_cut
+from fshard.parallel.plan_checks import check_cut
 from fshard.sharding.mesh import Mesh
 from fshard.torch_internals import assert_async, functorch
 

@@ -6,10 +6,10 @@ from dataclasses import dataclass, field, replace
 
 from torch import Tensor
 
-from fshard.parts.copies import axes_of_copies
-from fshard.parts.rates import TOLD
+from fshard.parts.copy_marks import axes_of_copies
 from fshard.parts.record import RecordedLocal, RecordedPass, StepRecord
-from fshard.parts.returned import WIDTH
+from fshard.parts.returned_values import WIDTH
+from fshard.parts.told_rates import TOLD
 from fshard.runtime.comm.facts import digest
 from fshard.runtime.execution.actions import Actions, Run
 from fshard.runtime.execution.route import Route, make_route

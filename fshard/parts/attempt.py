@@ -5,12 +5,12 @@ from typing import NamedTuple
 
 import torch
 
-from fshard.parts.arguments import FunctionResult
 from fshard.parts.replay import Replay
-from fshard.parts.returned import returned_values
-from fshard.runtime.engine.plain import PlainTold
+from fshard.parts.returned_values import returned_values
+from fshard.parts.step_arguments import FunctionResult
+from fshard.runtime.engine.plain_values import PlainTold
 from fshard.runtime.steps.consensus import FAILED, OK
-from fshard.runtime.steps.ends import End
+from fshard.runtime.steps.rank_end import End
 
 
 class Attempt(NamedTuple):

@@ -1,4 +1,4 @@
-"""What a step function does with its parts, traced or live: which pass reads what, and what must be over before."""
+"""The order of a step function's parts, traced or live: which pass reads what, and what must be over before."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
@@ -11,7 +11,8 @@ from torch import Tensor
 from fshard import tree
 from fshard.errors import PlanError, StateError, TreeError
 from fshard.optim.contract import LearningRate
-from fshard.parts.arguments import (
+from fshard.parts.returned_values import lasting
+from fshard.parts.step_arguments import (
     Arguments,
     Final,
     FunctionResult,
@@ -20,8 +21,7 @@ from fshard.parts.arguments import (
     check_origins,
     returned_states,
 )
-from fshard.parts.returned import lasting
-from fshard.parts.running import (
+from fshard.parts.step_values import (
     Bank,
     ComputedFlat,
     Number,
@@ -36,7 +36,7 @@ from fshard.parts.running import (
     with_memory,
 )
 from fshard.parts.update_metrics import UpdateMetrics
-from fshard.runtime.engine.loss import Mean, as_means
+from fshard.runtime.engine.loss_result import Mean, as_means
 from fshard.runtime.execution import Shards
 from fshard.runtime.memory import values_of
 from fshard.runtime.steps import PassSpec, widened

@@ -14,7 +14,7 @@ from fshard.collectives.scope import bind
 from fshard.errors import PlanError, TreeError
 from fshard.model.missing import explained
 from fshard.optim.scaling import LossScale
-from fshard.parts.running import PART, running_of
+from fshard.parts.step_values import PART, running_of
 from fshard.played.everywhere import made_on_each_rank
 from fshard.runtime.comm import collective_call
 from fshard.runtime.engine.rng import seeded
@@ -29,7 +29,7 @@ from fshard.runtime.steps import (
     refuse_compiling,
     scalar,
 )
-from fshard.runtime.steps.options import RunOptions, read_running, refuse_feedback
+from fshard.runtime.steps.step_options import RunOptions, read_running, refuse_feedback
 from fshard.schedule.auto import Auto
 from fshard.schedule.policy import Policy
 from fshard.sharding.plan import Plan
@@ -40,8 +40,8 @@ from fshard.state.train_state import TrainState
 from fshard.torch_internals import DisableTorchFunctionSubclass, forward_ad_level, peek_interpreter_stack
 from fshard.training.latest import OneFunction
 from fshard.training.metrics import combine_aux
-from fshard.transform.loss import LossFn, ShardedLoss
-from fshard.transform.trees import split_trainable, zero_filled
+from fshard.transform.sharded_loss import LossFn, ShardedLoss
+from fshard.transform.tree_vectors import split_trainable, zero_filled
 
 _TENSOR = object()
 

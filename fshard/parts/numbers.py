@@ -1,13 +1,13 @@
-"""What all ranks learn at the end of a step function: losses, auxiliary means and norms."""
+"""The numbers that all ranks learn at the end of a step function: losses, auxiliary means and norms."""
 
 import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from fshard.parts.arguments import FunctionResult
-from fshard.parts.rates import TOLD, check_rates
 from fshard.parts.replay import Replay
-from fshard.parts.running import Bank, Number, Updated, number_of
+from fshard.parts.step_arguments import FunctionResult
+from fshard.parts.step_values import Bank, Number, Updated, number_of
+from fshard.parts.told_rates import TOLD, check_rates
 from fshard.runtime.comm import Communicator
 from fshard.runtime.steps import Verdict, scalar
 from fshard.runtime.steps.addresses import where

@@ -7,10 +7,10 @@ from typing import Any
 from fshard import tree
 from fshard.collectives.scope import cutting
 from fshard.errors import CommError, PeerError, ScheduleError
-from fshard.parts.ages import after_call, trained_leaves
-from fshard.parts.arguments import Arguments, check_origins, returned_states
-from fshard.parts.returned import exchanged
-from fshard.parts.running import PART, not_of_the_step
+from fshard.parts.leaf_ages import after_call, trained_leaves
+from fshard.parts.returned_values import exchanged
+from fshard.parts.step_arguments import Arguments, check_origins, returned_states
+from fshard.parts.step_values import PART, not_of_the_step
 from fshard.runtime.comm import Communicator, digest, mesh_communicator
 from fshard.runtime.comm.calls import announce
 from fshard.runtime.engine.rng import seeded
@@ -18,8 +18,8 @@ from fshard.runtime.steps import raise_failure
 from fshard.runtime.steps.consensus import CUT, FAILED, OK
 from fshard.runtime.steps.handshake import END, different_schedules
 from fshard.sharding.plan import Plan
-from fshard.state.memory import StateMemory
 from fshard.state.settle import complete
+from fshard.state.state_memory import StateMemory
 from fshard.state.train_state import TrainState
 
 LEARNED = PeerError | ScheduleError | CommError

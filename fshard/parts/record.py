@@ -12,17 +12,17 @@ from torch import Tensor
 from fshard import tree
 from fshard.collectives.scope import bind
 from fshard.optim.contract import LearningRate
-from fshard.parts.arguments import Arguments, Final, FunctionResult
 from fshard.parts.compose import Composition, number_of_means
-from fshard.parts.running import Bank, Number, RunningFlat, RunningMemory, Updated, memory_of
+from fshard.parts.step_arguments import Arguments, Final, FunctionResult
+from fshard.parts.step_values import Bank, Number, RunningFlat, RunningMemory, Updated, memory_of
 from fshard.runtime.comm.call_site import line_of
 from fshard.runtime.engine.activations import Activations
 from fshard.runtime.engine.batch import check_even, faked, microbatches, signature
 from fshard.runtime.engine.fake_fallback import needs_values
-from fshard.runtime.engine.loss import as_means, detached, read_loss
+from fshard.runtime.engine.loss_result import as_means, detached, read_loss
 from fshard.runtime.engine.program_mode import ProgramMode
 from fshard.runtime.execution import ProgramTrace, Shard, Shards, partly_updated
-from fshard.runtime.execution.trace import trace_in, without_data
+from fshard.runtime.execution.trace_program import trace_in, without_data
 from fshard.runtime.steps import PassSpec
 from fshard.schedule.footprint import Need
 from fshard.sharding.mesh import Axes, Mesh

@@ -12,16 +12,16 @@ from fshard import tree
 from fshard.collectives.linear import LinearSum, apply
 from fshard.collectives.ranks import Ranks
 from fshard.collectives.raw import gather
-from fshard.parts.arguments import FunctionResult
 from fshard.parts.assemble import Assembled
 from fshard.parts.compose import Composition, number_of_means
-from fshard.parts.copies import Marks
-from fshard.parts.rates import check_rates, told_rate
+from fshard.parts.copy_marks import Marks
 from fshard.parts.readings import Reading, answers, pair, squares
 from fshard.parts.record import RecordedLocal, RecordedPass, RecordedUpdate, recorded_updates
-from fshard.parts.running import Bank, Number, RunningFlat, RunningMemory, StateParams, Updated
+from fshard.parts.step_arguments import FunctionResult
+from fshard.parts.step_values import Bank, Number, RunningFlat, RunningMemory, StateParams, Updated
+from fshard.parts.told_rates import check_rates, told_rate
 from fshard.runtime.engine.batch import check_detached, check_device, check_even, microbatches, signature
-from fshard.runtime.engine.loss import Mean, as_means, means_of
+from fshard.runtime.engine.loss_result import Mean, as_means, means_of
 from fshard.runtime.engine.proxies import Mispredicted
 from fshard.runtime.execution import Shard, Shards, partly_updated
 from fshard.runtime.execution.executor import Scheduled

@@ -1,4 +1,4 @@
-"""Which communicators of played ranks can still be used: a rank that gives up ends the life of its own.
+"""Lives of the communicators of played ranks: a rank that gives up ends the life of its own.
 
 As between processes: peers that wait for the rank there, or come there later, get an error at once. A rank whose own
 communicators have ended begins a new life of them with its next call, and meets those that have done the same.

@@ -9,15 +9,15 @@ from torch import Tensor
 
 from fshard import tree
 from fshard.arguments import Want, described, expect, kind
-from fshard.collectives.build import untraced
-from fshard.collectives.compare import check_invariant
+from fshard.collectives.equal_values import check_invariant
 from fshard.collectives.linear import Settle, Vary, apply, differentiable
+from fshard.collectives.make_linear import untraced
 from fshard.collectives.ranks import Ranks
 from fshard.collectives.scope import SCOPE, bind, cutting
 from fshard.collectives.specs import assemble, check_spec, cut, other_axes
 from fshard.collectives.ties import ties_of
 from fshard.errors import AxisError, CollectiveError, TreeError
-from fshard.model.remat import exact
+from fshard.model.remat_function import exact
 from fshard.played.capture import check_captured
 from fshard.played.controller import on_all_ranks
 from fshard.played.transport import VirtualTransport

@@ -13,16 +13,16 @@ from fshard.arguments import Want, expect
 from fshard.errors import PlanError, no_processes
 from fshard.optim import checks
 from fshard.played.everywhere import on_each_rank
-from fshard.proof.compare import Comparison
-from fshard.proof.plain import ProofTask, earliest, run_plainly
-from fshard.proof.report import Tolerance, Verified
-from fshard.proof.watched import ProofStep
+from fshard.proof.comparison import Comparison
+from fshard.proof.plain_torch import ProofTask, earliest, run_plainly
+from fshard.proof.verification import Tolerance, Verified
+from fshard.proof.watched_step import ProofStep
 from fshard.runtime.comm import collective_call, enter
 from fshard.runtime.engine.batch import marks_undone
 from fshard.runtime.steps import refuse_transforms
 from fshard.state.settle import complete
 from fshard.state.train_state import TrainState, expect_state
-from fshard.training.step import TrainStep
+from fshard.training.train_step import TrainStep
 
 
 @collective_call

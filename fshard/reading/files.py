@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from fshard.errors import ShardError
-from fshard.reading.problems import damaged, unreachable
+from fshard.reading.file_problems import damaged, unreachable
 
 Refusal = Callable[[str, Iterable[str]], ShardError]
 """Makes the error for a file from its path and the problems."""

@@ -10,8 +10,8 @@ from contextlib import contextmanager
 from typing import Any
 
 from fshard.errors import CheckpointError, PlanError
+from fshard.reading.file_problems import listed, printable
 from fshard.reading.files import File, open_file
-from fshard.reading.problems import listed, printable
 from fshard.reading.strict_json import parse_json
 
 LARGEST = 64 << 20

@@ -3,13 +3,13 @@
 from fshard.schedule.build import build
 from fshard.schedule.check import check
 from fshard.schedule.costs import Costs, Link
-from fshard.schedule.memory import ScheduleMemory
 from fshard.schedule.ops import ROOT, Call, GroupInfo, Op, Program
 from fshard.schedule.policy import Policy
 from fshard.schedule.schedule import Schedule, parse
+from fshard.schedule.schedule_memory import ScheduleMemory
 from fshard.schedule.simulate import Simulation, simulate
 from fshard.schedule.stages import Local, Pass, Stages
-from fshard.schedule.trace import Trace
+from fshard.schedule.step_trace import Trace
 from fshard.schedule.transfers import Transfer
 
 __all__ = [

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from fshard import markup
 from fshard.arguments import size_text
-from fshard.schedule import refusals
+from fshard.schedule import schedule_refusals
 from fshard.schedule.build import build
 from fshard.schedule.candidates import PolicyTask, candidates
 from fshard.schedule.costs import Costs, Link
@@ -64,7 +64,7 @@ class Auto:
         if self.update not in UPDATES:
             problems.append(f"update={self.update!r} is none of {', '.join(map(repr, UPDATES))}")
         if problems:
-            raise refusals.bad_policy(problems)
+            raise schedule_refusals.bad_policy(problems)
 
 
 @dataclass(frozen=True)
@@ -217,7 +217,9 @@ def choose(
     if not fits:
         least, schedule, _ = min(found, key=lambda each: each[0].memory.peak_bytes)
         assert auto.memory is not None
-        raise refusals.memory_too_small(auto.memory, str(least.memory), least.words, _largest(schedule, least.memory))
+        raise schedule_refusals.memory_too_small(
+            auto.memory, str(least.memory), least.words, _largest(schedule, least.memory)
+        )
     fastest = min(each.seconds for each, _, _ in fits)
     close = [each for each in fits if each[0].seconds <= TIE * fastest]
     _, schedule, chosen = min(close, key=lambda each: (each[0].memory.peak_bytes, each[0].seconds))

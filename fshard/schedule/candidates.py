@@ -1,4 +1,4 @@
-"""What a step may be: the policies that are tried, secondary shards among them, and the units computed again.
+"""Candidates for a step: policies, secondary shards among them, and the units computed again.
 
 One list for all who choose: ``schedule="auto"``, ``fshard plan`` and ``fs.sim.search``. None of it changes a bit of a
 result: policies and secondary shards move results in time, and a unit that is computed again keeps its gradients.

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Iterator
 
 from fshard import errors
-from fshard.schedule import refusals
+from fshard.schedule import schedule_refusals
 from fshard.schedule.ops import COMPUTE_KINDS, LOCAL, ROOT, STEP_KINDS, UNIT_KINDS, Op, microbatch_kinds, op_kinds
 from fshard.schedule.progress import GroupProgress, Progress, parts_of, tracks_of
 from fshard.schedule.schedule import Schedule
@@ -372,4 +372,4 @@ def _broken(schedule: Schedule, at: int, problem: str) -> errors.ScheduleError:
     """The error of a schedule that breaks a rule at this op."""
     rows = enumerate(op_lines(schedule.ops, len(schedule.stages.microbatches)))
     shown = [f"{'->' if i == at else '  '} {line}" for i, line in rows if abs(i - at) <= CONTEXT]
-    return refusals.broken_schedule(problem, shown)
+    return schedule_refusals.broken_schedule(problem, shown)

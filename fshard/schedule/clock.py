@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fshard.schedule import refusals
+from fshard.schedule import schedule_refusals
 from fshard.schedule.costs import Costs, Noise
 from fshard.schedule.ops import STEP_KINDS, Op
 from fshard.schedule.schedule import Schedule
@@ -85,7 +85,7 @@ class Clock:
         row = awaited(op.kind)
         if row is not None:
             if (row.name, op.target) not in self.under_way:
-                raise refusals.broken_lifetime(f"{row.name} of {op.target}", at, str(op), "none is in flight")
+                raise schedule_refusals.broken_lifetime(f"{row.name} of {op.target}", at, str(op), "none is in flight")
             self.now = self.larger(self.now, self.under_way.pop((row.name, op.target)))
         elif op.kind in STEP_KINDS:
             self.now = self.meet(self.now, "")
@@ -144,10 +144,12 @@ class Fleet(Clock):
         super().__init__(schedule, costs)
         strange = [rank for rank in noise.slow if not 0 <= rank < mesh.size]
         if strange:
-            raise refusals.bad_costs([f"slow[{rank}]: the mesh has ranks 0 to {mesh.size - 1}" for rank in strange])
+            raise schedule_refusals.bad_costs(
+                [f"slow[{rank}]: the mesh has ranks 0 to {mesh.size - 1}" for rank in strange]
+            )
         used = {name for group in schedule.groups for move in group.transfers for name in move.axes.split("+") if name}
         if lacking := sorted(used - {*mesh.axis_names}):
-            raise refusals.other_mesh(lacking, mesh.axis_names)
+            raise schedule_refusals.other_mesh(lacking, mesh.axis_names)
         self.mesh, self.noise, self.rank = mesh, noise, 0
         self.generator = torch.Generator().manual_seed(noise.seed)
         self.ranks = self._spread(noise.ranks)

@@ -1,4 +1,4 @@
-"""What ops and bytes cost: seconds by op, a rate and a latency by link, and copies beside compute."""
+"""Costs of ops and bytes: seconds by op, a rate and a latency by link, and copies beside compute."""
 
 import json
 import math
@@ -11,7 +11,7 @@ from typing import Any, Protocol
 from fshard.arguments import expect
 from fshard.errors import PlanError
 from fshard.reading.texts import read_json
-from fshard.schedule import refusals
+from fshard.schedule import schedule_refusals
 from fshard.schedule.ops import STEP_KINDS, op_kinds
 from fshard.schedule.schedule import Schedule
 from fshard.schedule.transfers import Transfer, awaited, moves
@@ -50,7 +50,7 @@ class Link:
         if not 0 <= self.latency < math.inf:
             problems.append(f"latency={self.latency!r} is not a number of seconds")
         if problems:
-            raise refusals.bad_costs(problems)
+            raise schedule_refusals.bad_costs(problems)
 
     def seconds(self, sent: int) -> float:
         """The time of so many bytes on the link, without the latency."""
@@ -127,7 +127,7 @@ class Costs:
         if not 0 <= self.host < math.inf:
             problems.append(f"host={self.host!r} is not a number of seconds")
         if problems:
-            raise refusals.bad_costs(problems)
+            raise schedule_refusals.bad_costs(problems)
 
     @classmethod
     def of(cls, *runs: MeasuredRun) -> "Costs":
@@ -324,4 +324,4 @@ class Noise:
         problems = [f"{name}={value!r} is not a spread >= 0" for name, value in spreads if not 0 <= value < 10]
         problems += [f"slow[{rank}]={value!r} is not positive" for rank, value in self.slow.items() if not value > 0]
         if problems:
-            raise refusals.bad_costs(problems)
+            raise schedule_refusals.bad_costs(problems)

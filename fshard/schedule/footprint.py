@@ -6,9 +6,9 @@ from dataclasses import dataclass, field
 
 from fshard import markup
 from fshard.arguments import size_text
-from fshard.schedule.memory import ScheduleMemory
 from fshard.schedule.ops import COMPUTE_KINDS, ROOT
 from fshard.schedule.schedule import Schedule
+from fshard.schedule.schedule_memory import ScheduleMemory
 
 
 @dataclass(frozen=True)

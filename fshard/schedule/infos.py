@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
-from fshard.schedule import refusals
+from fshard.schedule import schedule_refusals
 from fshard.schedule.footprint import Need
 from fshard.schedule.ops import GroupInfo
 from fshard.schedule.transfers import COLLECTIVES, HOST, KINDS, SECOND, STATE, Transfer
@@ -48,7 +48,7 @@ def group_infos(plan: Plan, state: StateNeeds = NOTHING, secondary: Axes = ()) -
     unknown = [axis for axis in secondary if axis not in plan.mesh.axis_names]
     if unknown:
         names = ", ".join(plan.mesh.axis_names)
-        raise refusals.bad_policy([f"fs.secondary names {unknown[0]!r}, and the axes of the mesh are {names}"])
+        raise schedule_refusals.bad_policy([f"fs.secondary names {unknown[0]!r}, and the axes of the mesh are {names}"])
     infos = (_info(plan, group, state) for group in plan.groups)
     return tuple(_with_second(plan, group, info, secondary) for group, info in zip(plan.groups, infos, strict=True))
 

@@ -24,7 +24,7 @@ from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from fshard.schedule import refusals
+from fshard.schedule import schedule_refusals
 from fshard.schedule.transfers import KINDS, Transfer
 
 T = TypeVar("T", bound=Hashable)
@@ -111,7 +111,7 @@ class Program:
         object.__setattr__(self, "forward", tuple(self.forward))
         object.__setattr__(self, "backward", tuple(self.backward))
         if problems := [*_problems(self.forward, self.backward, self.reads)]:
-            raise refusals.bad_program(problems)
+            raise schedule_refusals.bad_program(problems)
         # One order whatever the given dict has: equal programs have equal texts.
         called = dict.fromkeys(call.unit for call in self.forward)
         names = dict.fromkeys((ROOT, *called, *sorted(self.reads)))
@@ -191,10 +191,14 @@ class GroupInfo:
         object.__setattr__(self, "transfers", tuple(self.transfers))
         sizes = (self.full_bytes, self.shard_bytes, self.grad_bytes, self.own_bytes, self.update_bytes)
         if not self.name or min(*sizes, self.second_bytes, self.left_bytes, self.cast_bytes, self.copy_bytes) < 0:
-            raise refusals.bad_program([f"group {self.name!r}: {sizes} bytes; a name and sizes >= 0 are needed"])
+            raise schedule_refusals.bad_program(
+                [f"group {self.name!r}: {sizes} bytes; a name and sizes >= 0 are needed"]
+            )
         order = [transfer.kind for transfer in self.transfers]
         if order != [kind for kind in KINDS if kind in order]:
-            raise refusals.bad_program([f"group {self.name!r}: {', '.join(order)}; the order is {', '.join(KINDS)}"])
+            raise schedule_refusals.bad_program(
+                [f"group {self.name!r}: {', '.join(order)}; the order is {', '.join(KINDS)}"]
+            )
 
     def transfer(self, kind: str) -> Transfer | None:
         """Its transfer of a kind; None if it has none."""

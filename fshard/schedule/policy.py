@@ -1,10 +1,10 @@
-"""What a schedule is built from besides the program: how far it runs ahead, and what it keeps."""
+"""The policy of a schedule: how far it runs ahead, and what it keeps."""
 
 import json
 from dataclasses import dataclass
 
 from fshard.patterns import glob_matches, glob_meant
-from fshard.schedule import refusals
+from fshard.schedule import schedule_refusals
 from fshard.schedule.ops import ROOT
 from fshard.schedule.stages import Stages
 
@@ -48,7 +48,7 @@ def keep(*units: str, last: int = 0) -> Keep:
     elif not units and not last:
         problems.append("it keeps nothing: name units, or give last=")
     if problems:
-        raise refusals.bad_policy(problems)
+        raise schedule_refusals.bad_policy(problems)
     return Keep(tuple(units), last)
 
 
@@ -83,7 +83,7 @@ def secondary(*axes: str) -> Secondary:
     if not axes:
         problems.append("fs.secondary() names no axis")
     if problems:
-        raise refusals.bad_policy(problems)
+        raise schedule_refusals.bad_policy(problems)
     return Secondary(tuple(dict.fromkeys(axes)))
 
 
@@ -146,7 +146,7 @@ class Policy:
             if value not in allowed:
                 problems.append(f"{name}={value!r} is none of {', '.join(map(repr, allowed))}")
         if problems:
-            raise refusals.bad_policy(problems)
+            raise schedule_refusals.bad_policy(problems)
 
     @property
     def secondary(self) -> tuple[str, ...]:
@@ -167,7 +167,7 @@ class Policy:
             called = list(dict.fromkeys(unit for order in orders for unit in order))
             absent = [p for p in self.reshard.units if not any(glob_matches(p, unit) for unit in called)]
             if absent:
-                raise refusals.no_unit_to_keep({p: glob_meant(p, called) for p in absent}, called)
+                raise schedule_refusals.no_unit_to_keep({p: glob_meant(p, called) for p in absent}, called)
         kept = zip(programs, map(self._kept_units, orders), strict=True)
         return frozenset(group for program, units in kept for unit in (ROOT, *units) for group in program.reads[unit])
 

@@ -1,4 +1,4 @@
-"""What a check knows while it runs the ops of a schedule: of transfers, gradients, groups and parts of the step.
+"""The knowledge of a check that runs a schedule's ops: of transfers, gradients, groups and parts of the step.
 
 It is made from what a step does and from its groups. Nothing of it comes from ``build``.
 """

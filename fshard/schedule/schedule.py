@@ -6,11 +6,11 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import overload
 
+from fshard.schedule.compatibility import refuse_misfits
 from fshard.schedule.html import render_html
-from fshard.schedule.memory import ScheduleMemory, plan_memory
-from fshard.schedule.misfits import refuse_misfits
 from fshard.schedule.ops import GroupInfo, Op, Program
 from fshard.schedule.policy import Policy
+from fshard.schedule.schedule_memory import ScheduleMemory, plan_memory
 from fshard.schedule.stages import Stages, as_stages
 from fshard.schedule.text import render, scan
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 
 from fshard import markup
 from fshard.arguments import expect, size_text
-from fshard.schedule import refusals
+from fshard.schedule import schedule_refusals
 from fshard.schedule.clock import Clock, Fleet, Ticks
 from fshard.schedule.costs import Costs, Noise
 from fshard.schedule.ops import LOCAL, ROOT, STEP_KINDS, Op
@@ -161,7 +161,7 @@ def simulate(schedule: Schedule, costs: Costs, mesh: Mesh | None = None, noise: 
     if noise is None:
         return _told(schedule, costs, Clock(schedule, costs).run())
     if mesh is None:
-        raise refusals.bad_costs(["noise is given, but no mesh: it says which ranks there are"])
+        raise schedule_refusals.bad_costs(["noise is given, but no mesh: it says which ranks there are"])
     fleet = Fleet(schedule, costs, mesh, noise)
     ends = fleet.ends()
     rank = max(range(mesh.size), key=ends.__getitem__)
@@ -179,7 +179,7 @@ def _refuse_strange(schedule: Schedule, costs: Costs) -> None:
     for kind in ("forward", "backward"):
         problems += _lacking(kind, {target for each, target in known if each == kind}, costs)
     if problems:
-        raise refusals.bad_costs(problems)
+        raise schedule_refusals.bad_costs(problems)
 
 
 def _lacking(kind: str, targets: set[str], costs: Costs) -> list[str]:
@@ -233,7 +233,7 @@ def measured(
        2.000 s  wait all_gather layer
     """
     if len(times) != len(schedule) + 1:
-        raise refusals.bad_costs([f"{len(times)} times for {len(schedule)} ops: give one more, the end"])
+        raise schedule_refusals.bad_costs([f"{len(times)} times for {len(schedule)} ops: give one more, the end"])
     issued = [time - times[0] for time in times]
     starts, ends = list(issued[:-1]), list(issued[1:])
     moves = {(move.kind, group.name): move for group in schedule.groups for move in group.transfers if move.row.link}

@@ -1,4 +1,4 @@
-"""What a step does, as lines of a schedule's text, and the way back.
+"""The stages of a step as lines of a schedule's text, and the way back.
 
 A program is what its units read, its calls, and those that receive gradients. A step of several passes has such lines
 for each, below a line that begins the pass, and further lines for the code between passes and for pending updates::

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple, TypeVar
 
-from fshard.schedule import refusals
+from fshard.schedule import schedule_refusals
 from fshard.schedule.ops import LOCAL, GroupInfo, Op, Program
 
 T = TypeVar("T")
@@ -46,7 +46,7 @@ class Pass:
 
     def __post_init__(self) -> None:
         if type(self.accumulate) is not int or self.accumulate < 1:
-            raise refusals.bad_program([f"accumulate={self.accumulate!r} is not an int of at least 1"])
+            raise schedule_refusals.bad_program([f"accumulate={self.accumulate!r} is not an int of at least 1"])
         if self.gradients is not None:  # one order whatever the given dict has: equal passes have equal texts
             object.__setattr__(self, "gradients", dict(sorted(self.gradients.items())))
 
@@ -114,7 +114,7 @@ backward layer @1, backward root @1
         object.__setattr__(self, "updates", dict(sorted(self.updates.items())))
         strange = [f"{stage!r} is neither a Pass nor a Local" for stage in self.stages if not _known(stage)]
         if strange or not self.stages:
-            raise refusals.bad_program(strange or ["a step has at least one stage, a Pass or a Local"])
+            raise schedule_refusals.bad_program(strange or ["a step has at least one stage, a Pass or a Local"])
 
     @functools.cached_property
     def passes(self) -> tuple[Pass, ...]:

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from fshard.arguments import size_text
 from fshard.reading.strict_json import parse_json
-from fshard.schedule import refusals
+from fshard.schedule import schedule_refusals
 from fshard.schedule.ops import LOCAL, STEP_KINDS, GroupInfo, Op, Program, microbatch_kinds, op_kinds
 from fshard.schedule.policy import Keep, Policy, Secondary, keep, secondary
 from fshard.schedule.stage_text import StageReader, stage_lines
@@ -73,7 +73,7 @@ def scan(text: str) -> Parts:
             try:
                 reader.take(line.strip(), tokens)
             except ValueError as problem:
-                raise refusals.unreadable_schedule(number, line, str(problem)) from None
+                raise schedule_refusals.unreadable_schedule(number, line, str(problem)) from None
     return reader.parts(text.count("\n") + 1)
 
 
@@ -149,10 +149,12 @@ class _Reader:
         stages = self.stages or StageReader(several=False)
         if self.policy is None or self.step is None or self.count != len(self.ops):
             found = f"policy: {self.policy}, step: {self.step}, ops: {len(self.ops)} of {self.count}"
-            raise refusals.unreadable_schedule(last, "", f"the text ends too early ({found})")
+            raise schedule_refusals.unreadable_schedule(last, "", f"the text ends too early ({found})")
         train, count = self.step
         if stages.several and count != len(stages.stages):
-            raise refusals.unreadable_schedule(last, "", f"the text has {len(stages.stages)} of {count} stages")
+            raise schedule_refusals.unreadable_schedule(
+                last, "", f"the text has {len(stages.stages)} of {count} stages"
+            )
         accumulate = 1 if stages.several else count
         return tuple(self.ops), tuple(self.groups.values()), stages.program(), self.policy, accumulate, train
 

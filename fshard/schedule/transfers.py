@@ -22,7 +22,7 @@ kind                stage     from -> to                                      is
 
 from dataclasses import dataclass
 
-from fshard.schedule import refusals
+from fshard.schedule import schedule_refusals
 
 STATE, HOST = "state", "host"
 """Sources and targets outside of the memory of a step: the resident state, and host memory."""
@@ -138,16 +138,16 @@ class Transfer:
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
-            raise refusals.bad_program([f"{self.kind!r} is not a kind of transfer: {', '.join(KINDS)}"])
+            raise schedule_refusals.bad_program([f"{self.kind!r} is not a kind of transfer: {', '.join(KINDS)}"])
         if any(mark.isspace() for mark in self.wire):
-            raise refusals.bad_program([f"{self.kind}: {self.wire!r} is not the name of a wire format"])
+            raise schedule_refusals.bad_program([f"{self.kind}: {self.wire!r} is not the name of a wire format"])
         if min(self.sent, self.staging) < 0:
-            raise refusals.bad_program(
+            raise schedule_refusals.bad_program(
                 [f"{self.kind}: {self.sent} bytes sent, {self.staging} staged; both must be >= 0"]
             )
         if not 0 <= self.first < self.every > self.delay >= 0:
             steps = f"every={self.every} first={self.first} delay={self.delay}"
-            raise refusals.bad_program([f"{self.kind}: {steps}; first and delay must be from 0 to every - 1"])
+            raise schedule_refusals.bad_program([f"{self.kind}: {steps}; first and delay must be from 0 to every - 1"])
 
     def held(self, step: int) -> bool:
         """Tell whether a transfer between steps is under way in a step or, without a delay, after it."""

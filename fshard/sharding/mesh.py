@@ -68,7 +68,7 @@ class Mesh:
 
     @property
     def whole(self) -> "Mesh":
-        """The mesh of all ranks: the mesh itself, unless it is the part of one replica (``sharding/part.py``)."""
+        """The mesh of all ranks: the mesh itself, unless it is the part of one replica (``sharding/part_mesh.py``)."""
         return self
 
     @property

@@ -1,4 +1,4 @@
-"""Which unit owns each leaf."""
+"""The unit that owns each leaf."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable

@@ -14,18 +14,18 @@ from fshard.arguments import Want, described, expect
 from fshard.errors import PlanError, TreeError, lines
 from fshard.model.precision import Precision
 from fshard.patterns import bad_regex, meant_by
-from fshard.sharding.batch import local_part
 from fshard.sharding.code import Code, code_of
-from fshard.sharding.facts import Texts, plan_texts
+from fshard.sharding.fact_texts import Texts, plan_texts
 from fshard.sharding.kinds import kinds_of
 from fshard.sharding.layout import Group, box, make_groups
 from fshard.sharding.leaf import Leaf
+from fshard.sharding.local_batch import local_part
 from fshard.sharding.mesh import Axes, Mesh
 from fshard.sharding.owners import ROOT, Modelled, owned_by, owners_of
+from fshard.sharding.plan_table import render, render_html
 from fshard.sharding.rules import Decision, RuleLike, match
 from fshard.sharding.spec import P, Shape
-from fshard.sharding.suggest import warn_of_no_units
-from fshard.sharding.table import render, render_html
+from fshard.sharding.suggest_rules import warn_of_no_units
 from fshard.sharding.validate import (
     batch_spec,
     check_aligned,

@@ -8,7 +8,7 @@ from fshard.played.everywhere import called_on_each_rank
 from fshard.runtime.comm import collective_call, enter
 from fshard.runtime.execution import Shard, Shards
 from fshard.runtime.memory import same_memory
-from fshard.state.memory import StateMemory
+from fshard.state.state_memory import StateMemory
 from fshard.state.train_state import TrainState
 
 

@@ -16,9 +16,9 @@ from fshard.runtime.memory import memory_space
 from fshard.sharding.plan import Plan
 from fshard.state.exchanges import ANCHOR, Exchanges
 from fshard.state.fit import check_optimizer
-from fshard.state.memory import StateMemory
-from fshard.state.past import Past
 from fshard.state.pieces import PARAMS, Entry, entries_of
+from fshard.state.provenance import Past
+from fshard.state.state_memory import StateMemory
 from fshard.state.train_state import TrainState
 
 LATE = "late."

@@ -1,4 +1,4 @@
-"""What must be equal on all ranks of a step and of the state that it is given."""
+"""Equality between ranks: of a step, and of the state that it is given."""
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
@@ -12,11 +12,11 @@ from fshard.optim.contract import contract
 from fshard.runtime.comm import Facts, digest
 from fshard.runtime.comm.copies import Copy
 from fshard.runtime.comm.facts import Tiers
-from fshard.sharding.facts import Texts, sampled, text, texts, walk
+from fshard.sharding.fact_texts import Texts, sampled, text, texts, walk
 from fshard.sharding.mesh import Mesh
 from fshard.sharding.plan import Plan
 from fshard.state.entries import entries, scalars
-from fshard.state.replicas import of_all_replicas
+from fshard.state.replica_entries import of_all_replicas
 from fshard.state.settle import complete
 from fshard.state.train_state import TrainState
 from fshard.version import VERSION

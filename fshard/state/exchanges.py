@@ -1,4 +1,4 @@
-"""When replicas that train apart exchange what. A state holds it, since a fragment may be under way in it."""
+"""Exchanges of replicas that train apart. A state holds them, since a fragment may be under way in it."""
 
 import json
 from dataclasses import dataclass

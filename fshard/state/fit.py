@@ -1,4 +1,4 @@
-"""Whether an optimizer fits a plan: every problem in one report, before anything is made."""
+"""The fit of an optimizer and a plan: every problem in one report, before anything is made."""
 
 import inspect
 from collections.abc import Mapping

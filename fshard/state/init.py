@@ -13,7 +13,7 @@ from fshard.arguments import Want, expect
 from fshard.collectives.linear import Collect, LinearCut, apply
 from fshard.collectives.ranks import Ranks
 from fshard.errors import PlanError, TreeError, lines, no_processes
-from fshard.model.init import Initializer, Scaled, fill
+from fshard.model.initial_values import Initializer, Scaled, fill
 from fshard.model.philox import fold
 from fshard.optim.base import Optimizer
 from fshard.patterns import bad_regex, meant_by
@@ -26,9 +26,9 @@ from fshard.sharding.layout import Group, Piece, global_index
 from fshard.sharding.plan import Plan
 from fshard.state.elementwise import know_shards
 from fshard.state.fit import check_optimizer
-from fshard.state.memory import StateMemory
-from fshard.state.pack import cut_leaves, cut_pieces, join_leaves, join_pieces, narrow, widen
-from fshard.state.past import Past, initializers_told, samples
+from fshard.state.flat_maps import cut_leaves, cut_pieces, join_leaves, join_pieces, narrow, widen
+from fshard.state.provenance import Past, initializers_told, samples
+from fshard.state.state_memory import StateMemory
 from fshard.state.train_state import TrainState
 
 Inits = Sequence[tuple[str, Initializer]]

@@ -22,7 +22,7 @@ from fshard.sharding.wire import WireFormat
 from fshard.state.entries import LATE, Scalars, assemble, entries, scalars
 from fshard.state.init import take
 from fshard.state.pieces import PARAMS, Entry, packed_names
-from fshard.state.replicas import DELTA, refitted
+from fshard.state.replica_entries import DELTA, refitted
 from fshard.state.settle import settle
 from fshard.state.train_state import TrainState
 

@@ -34,7 +34,7 @@ class Entry:
             state.
         holders: the ranks that hold this very piece, this one among them, in the same order on all of them.
         spec: how the tensor is cut over the mesh, for people to read.
-        common: whether replicas that train apart hold equal copies of it; see ``state/replicas.py``.
+        common: whether replicas that train apart hold equal copies of it; see ``state/replica_entries.py``.
         rows: what the rows of dim 0 are: ``"sum"``, of replicas, whose sum is what counts; ``"any"``, of shards, of
             which each can begin with any; empty where there are none.
     """

@@ -15,10 +15,10 @@ from fshard.hints import hinting
 from fshard.optim.scaling import Scale
 from fshard.runtime.execution import PendingUpdate, Several, Shard, Shards
 from fshard.sharding.plan import Plan
-from fshard.state.everywhere import MemoryOfAllRanks, host_of
-from fshard.state.memory import Layout, StateMemory
-from fshard.state.past import Past
-from fshard.state.table import arrays, state_html
+from fshard.state.memory_of_all_ranks import MemoryOfAllRanks, host_of
+from fshard.state.provenance import Past
+from fshard.state.state_memory import Layout, StateMemory
+from fshard.state.state_table import arrays, state_html
 
 CALL = (
     "fs.make_eval_step(fn, plan) makes a step that computes with its parameters, evaluate(state, batch), where "

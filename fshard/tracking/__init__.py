@@ -1,1 +1,1 @@
-"""What a run tells while it trains: metrics as plain numbers, and the trackers that they go to."""
+"""Tracking of a run while it trains: metrics as plain numbers, and the trackers that they go to."""

@@ -1,4 +1,4 @@
-"""What a view knows of a run, and its numbers and times for people."""
+"""The history of a run for views, and its numbers and times for people."""
 
 import math
 from collections.abc import Mapping

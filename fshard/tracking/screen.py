@@ -1,4 +1,4 @@
-"""What ``fs.trackers.Live`` draws in a terminal, by rich."""
+"""The screen of ``fs.trackers.Live`` in a terminal, by rich."""
 
 from collections.abc import Mapping
 from typing import Any

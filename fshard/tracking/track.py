@@ -14,7 +14,7 @@ import torch
 from fshard.arguments import Want, described, expect
 from fshard.errors import PlanError
 from fshard.forks import own
-from fshard.runtime.steps.rates import measured_peak
+from fshard.runtime.steps.measured_rates import measured_peak
 from fshard.sharding.mesh import Mesh
 from fshard.sharding.plan import Plan
 from fshard.tracking.scalars import scalars

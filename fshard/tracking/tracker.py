@@ -1,4 +1,4 @@
-"""What a tracker is, and the guard around each: a tracker that fails never fails the run."""
+"""Trackers, and the guard around each: a tracker that fails never fails the run."""
 
 import contextlib
 import queue

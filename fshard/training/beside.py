@@ -12,7 +12,7 @@ from fshard.state.train_state import TrainState
 from fshard.tracking.track import Track, track
 from fshard.tracking.tracker import Tracker
 from fshard.training.metrics import Metrics
-from fshard.training.step import TrainStep
+from fshard.training.train_step import TrainStep
 
 
 class Extra:

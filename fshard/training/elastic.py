@@ -21,7 +21,7 @@ from fshard.tracking.track import Track
 from fshard.tracking.tracker import Tracker
 from fshard.training.beside import Extra, Recorder
 from fshard.training.metrics import Metrics
-from fshard.training.step import TrainStep
+from fshard.training.train_step import TrainStep
 
 
 class Preempted(SystemExit):

@@ -13,7 +13,7 @@ from fshard.played.everywhere import made_on_each_rank
 from fshard.runtime.comm import collective_call
 from fshard.runtime.execution import Shield
 from fshard.runtime.steps import PassSpec, Programs, Runner, StepRequest, make_programs, refuse_transforms
-from fshard.runtime.steps.options import RunOptions, read_running
+from fshard.runtime.steps.step_options import RunOptions, read_running
 from fshard.schedule.auto import Auto
 from fshard.schedule.policy import Policy
 from fshard.sharding.plan import Plan

@@ -1,4 +1,4 @@
-"""What a step says of its latest run, and what a trace finds: alike for all that runs on a schedule."""
+"""Reports on the latest run of a step, and on a trace: alike for all that runs on a schedule."""
 
 import functools
 from collections.abc import Iterator
@@ -15,7 +15,7 @@ from fshard.runtime.steps import Latest, Prepared, Runner
 from fshard.schedule.ops import Op
 from fshard.schedule.schedule import Schedule
 from fshard.schedule.simulate import Simulation, measured
-from fshard.schedule.trace import Trace
+from fshard.schedule.step_trace import Trace
 
 
 class Runs(Protocol):

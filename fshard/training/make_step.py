@@ -12,7 +12,8 @@ from fshard.played.everywhere import made_on_each_rank
 from fshard.runtime.steps import Options
 from fshard.runtime.steps.clip import read_clip
 from fshard.runtime.steps.float16 import scale_problems, warn_of_float16
-from fshard.runtime.steps.options import (
+from fshard.runtime.steps.norm_sets import read_norms
+from fshard.runtime.steps.step_options import (
     SKIPS,
     feedback_problems,
     flag_problems,
@@ -21,13 +22,12 @@ from fshard.runtime.steps.options import (
     read_running,
     step_problems,
 )
-from fshard.runtime.steps.watched import read_norms
 from fshard.schedule.auto import Auto
 from fshard.schedule.policy import Policy
 from fshard.sharding.plan import Plan
 from fshard.state.fit import check_optimizer
 from fshard.training.metrics import Metrics
-from fshard.training.step import TrainStep
+from fshard.training.train_step import TrainStep
 
 
 @made_on_each_rank(batches=True)

@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from fshard import tree
-from fshard.runtime.engine.loss import Mean, no_aux
-from fshard.runtime.engine.plain import is_float, mean_of
+from fshard.runtime.engine.loss_result import Mean, no_aux
+from fshard.runtime.engine.plain_values import is_float, mean_of
 from fshard.runtime.steps import scalar, widened
 from fshard.runtime.steps.consensus import read
 from fshard.tracking.scalars import scalars
-from fshard.training.ran import RunReport
+from fshard.training.run_report import RunReport
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""How an optimizer updates the leaves of a plan: what train steps and ``fs.make_update`` have in common."""
+"""The updates of a plan's leaves by an optimizer: what train steps and ``fs.make_update`` have in common."""
 
 import functools
 from collections.abc import Mapping, Sequence

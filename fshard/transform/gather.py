@@ -19,12 +19,12 @@ from fshard.collectives.ranks import Ranks
 from fshard.collectives.scope import bind
 from fshard.errors import TransformError
 from fshard.model.casting import make_casting
-from fshard.model.remat import remat
+from fshard.model.remat_function import remat
 from fshard.model.unit import Slot, Unit, attach, slot_of
 from fshard.sharding.layout import Group
 from fshard.sharding.owners import ROOT
 from fshard.sharding.plan import Plan
-from fshard.state.pack import cut_leaves, join_pieces
+from fshard.state.flat_maps import cut_leaves, join_pieces
 from fshard.torch_internals import DisableFuncTorch, disable_current_modes
 
 

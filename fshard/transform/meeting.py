@@ -15,12 +15,12 @@ from fshard.runtime.comm import Facts, announce, digest, exchange_text, mesh_com
 from fshard.runtime.comm.call_site import call_site
 from fshard.runtime.comm.facts import compare_numbers
 from fshard.runtime.engine import fingerprint
-from fshard.runtime.engine.loss import Loss
+from fshard.runtime.engine.loss_result import Loss
 from fshard.runtime.execution.executor import diverged
 from fshard.runtime.steps import raise_failure
+from fshard.runtime.steps.batch_rows import NUMBERS, BatchRows, uneven_rows
 from fshard.runtime.steps.consensus import CUT, FAILED, OK
-from fshard.runtime.steps.refusals import unlike_losses
-from fshard.runtime.steps.rows import NUMBERS, BatchRows, uneven_rows
+from fshard.runtime.steps.step_refusals import unlike_losses
 from fshard.sharding.mesh import Mesh
 from fshard.state.equal import Equal
 from fshard.torch_internals import DisableFuncTorch

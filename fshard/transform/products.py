@@ -21,14 +21,14 @@ from fshard.collectives.scope import cutting
 from fshard.errors import PlanError
 from fshard.model.missing import NO_FORWARD, explained
 from fshard.model.random import fold_in
-from fshard.model.remat import exact
+from fshard.model.remat_function import exact
 from fshard.runtime.comm import telling
 from fshard.runtime.engine import read_loss
 from fshard.sharding.plan import Plan
-from fshard.transform import trees
+from fshard.transform import tree_vectors
 from fshard.transform.gather import gather_all
-from fshard.transform.loss import LossFn, sharded_loss
-from fshard.transform.trees import split_trainable, zero_filled
+from fshard.transform.sharded_loss import LossFn, sharded_loss
+from fshard.transform.tree_vectors import split_trainable, zero_filled
 
 Flat = dict[str, Tensor]
 
@@ -64,7 +64,7 @@ def jvp(loss_fn: LossFn, plan: Plan) -> Callable[[Any, Any, Any], tuple[Tensor, 
 
         def reverse() -> tuple[Tensor, Tensor]:
             slopes, value = grad_and_value(of)(trained)
-            return value, trees.vdot(zero_filled(plan, slopes, rest), zero_filled(plan, direction, rest), plan)
+            return value, tree_vectors.vdot(zero_filled(plan, slopes, rest), zero_filled(plan, direction, rest), plan)
 
         with _plain_attention():
             found: Any = modes.run(lambda: forward(of, (trained,), (direction,)), reverse)
@@ -194,8 +194,8 @@ def hessian_trace_samples(loss_fn: LossFn, plan: Plan, samples: int = 16) -> Cal
     def probes(params: Any, batch: Any, key: Tensor) -> Tensor:
         found = []
         for number in range(samples):
-            signs = trees.rademacher(fold_in(key, number), plan)
-            found.append(trees.vdot(signs, times(params, signs, batch), plan))
+            signs = tree_vectors.rademacher(fold_in(key, number), plan)
+            found.append(tree_vectors.vdot(signs, times(params, signs, batch), plan))
         return torch.stack(found)
 
     return probes

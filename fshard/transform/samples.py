@@ -15,14 +15,14 @@ from fshard import tree
 from fshard.arguments import expect
 from fshard.collectives.scope import cutting
 from fshard.errors import BatchError, PlanError, lines
-from fshard.model.remat import exact
+from fshard.model.remat_function import exact
 from fshard.runtime.engine import leading_dims, read_loss
 from fshard.runtime.engine.batch import along_rows
 from fshard.sharding.plan import Plan
 from fshard.sharding.spec import axes_of
 from fshard.transform.gather import gather_all
-from fshard.transform.loss import LossFn, check_loss
-from fshard.transform.trees import split_trainable, zero_filled
+from fshard.transform.sharded_loss import LossFn, check_loss
+from fshard.transform.tree_vectors import split_trainable, zero_filled
 
 Flat = dict[str, Tensor]
 

@@ -5,8 +5,8 @@ Views print, and show themselves in notebooks. Pictures are drawn with matplotli
 """
 
 from fshard.view.chrome import trace
+from fshard.view.flight_record import record
 from fshard.view.plans import plan
-from fshard.view.record import record
 from fshard.view.stepping import step_through
 from fshard.view.tensors import sharding
 from fshard.view.timeline import timeline

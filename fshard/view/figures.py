@@ -1,4 +1,4 @@
-"""What ``fs.view.sharding`` and ``fs.view.plan`` draw, by matplotlib: ``pip install "fshard[view]"``."""
+"""Figures of ``fs.view.sharding`` and ``fs.view.plan``, by matplotlib: ``pip install "fshard[view]"``."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING

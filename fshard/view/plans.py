@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from fshard import markup
 from fshard.arguments import expect, size_text
 from fshard.sharding.plan import Plan
-from fshard.sharding.table import held, rank_text
+from fshard.sharding.plan_table import held, rank_text
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

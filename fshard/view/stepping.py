@@ -17,8 +17,8 @@ from fshard.runtime.steps import Prepared
 from fshard.schedule.ops import Op
 from fshard.schedule.schedule import Schedule
 from fshard.sharding.layout import Group
-from fshard.state.everywhere import MemoryOfAllRanks
-from fshard.state.memory import local_view
+from fshard.state.memory_of_all_ranks import MemoryOfAllRanks
+from fshard.state.state_memory import local_view
 
 AROUND = 4
 """Ops that are shown before and after the next one."""

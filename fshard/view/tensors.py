@@ -15,8 +15,8 @@ from fshard.patterns import meant_by
 from fshard.sharding.layout import Piece, box
 from fshard.sharding.mesh import Mesh
 from fshard.sharding.plan import Plan
+from fshard.sharding.plan_table import rank_text
 from fshard.sharding.spec import P, Shape
-from fshard.sharding.table import rank_text
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -11,8 +11,8 @@ from itertools import accumulate, groupby
 from typing import TYPE_CHECKING, Any
 
 from fshard.arguments import expect, size_text
+from fshard.schedule.offsets import Span, profile
 from fshard.schedule.ops import COMPUTE_KINDS, LOCAL, ROOT, UNIT_KINDS, Op, Program
-from fshard.schedule.pack import Span, profile
 from fshard.schedule.schedule import Schedule
 from fshard.schedule.simulate import Simulation
 from fshard.schedule.transfers import KINDS, item_words, started

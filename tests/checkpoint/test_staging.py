@@ -9,7 +9,7 @@ import torch
 
 from fshard.checkpoint import snapshot
 from fshard.checkpoint.snapshot import CHUNKS, Staging
-from fshard.runtime.comm.streams import Stream
+from fshard.runtime.comm.device_streams import Stream
 
 CPU = torch.device("cpu")
 

@@ -15,9 +15,9 @@ from fshard import P
 from fshard.collectives import pmean, psum, pvary
 from fshard.foresight.foresee import foresee
 from fshard.runtime.comm import joining, nccl, processes
-from fshard.runtime.comm.part import unbound
+from fshard.runtime.comm.device_streams import Stream, copy_stream
+from fshard.runtime.comm.part_transport import unbound
 from fshard.runtime.comm.processes import ProcessTransport
-from fshard.runtime.comm.streams import Stream, copy_stream
 
 RANKS = 8
 PARAMS = {"a": torch.ones(64, 8), "b": torch.ones(64)}

@@ -276,7 +276,7 @@ STEP = {
     "backward": ("runtime/engine/engine.py", "enter_backward", 2),
     "reduce": ("runtime/execution/actions.py", "_reduce", 1),
     "collect": ("runtime/execution/actions.py", "_reduced", 1),
-    "update": ("runtime/execution/update.py", "apply", 1),
+    "update": ("runtime/execution/pending_update.py", "apply", 1),
     "consensus": ("runtime/steps/consensus.py", "consensus", 1),
     "unshard": ("state/init.py", "unshard", 1),
     "save: it begins": ("checkpoint/checkpointer.py", "_check", 1),

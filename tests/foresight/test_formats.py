@@ -16,7 +16,7 @@ from fshard.cli.main import main
 from fshard.errors import PlanError
 from fshard.foresight.foresee import foresee, task_of
 from fshard.foresight.hardware import hardware
-from fshard.foresight.packing import packing_seconds
+from fshard.foresight.packing_time import packing_seconds
 from fshard.runtime.comm.packing import packed, unpack
 from fshard.runtime.engine.activations import Activations
 from fshard.schedule import build, simulate
@@ -200,7 +200,7 @@ FORMS = [
 @pytest.mark.parametrize("numel", [2**14, 3 * 2**14])
 def test_packing_takes_what_its_operators_read_and_write(form: WireFormat, dtype: torch.dtype, numel: int) -> None:
     """Counted on real tensors; and no less than each byte once."""
-    from fshard.foresight.packing import _bytes_packed, _bytes_unpacked
+    from fshard.foresight.packing_time import _bytes_packed, _bytes_unpacked
 
     x = torch.randn(numel).to(dtype)
     wire = packed(x, form)

@@ -9,12 +9,12 @@ import torch
 
 import fshard as fs
 from fshard.cli.main import main
-from fshard.cli.plan import bytes_of, read_mesh
+from fshard.cli.plan_command import bytes_of, read_mesh
 from fshard.errors import PlanError
 from fshard.foresight.blame import named
 from fshard.foresight.foresee import foresee
 from fshard.foresight.jobs import Job
-from fshard.runtime.execution.trace import on_device
+from fshard.runtime.execution.trace_program import on_device
 from fshard.writing import write_whole
 
 JOB = """
@@ -274,7 +274,7 @@ def test_interrupted(job: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
     def interrupt(*args: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("fshard.cli.plan.foresee", interrupt)
+    monkeypatch.setattr("fshard.cli.plan_command.foresee", interrupt)
     assert main(["plan", f"{job}:make"]) == 130 and capsys.readouterr().err == "fshard: interrupted\n"
 
 

@@ -11,7 +11,7 @@ import fshard as fs
 from fshard.errors import PlanError
 from fshard.foresight.foresee import foresee, task_of
 from fshard.foresight.hardware import Hardware
-from fshard.foresight.packing import packed_need
+from fshard.foresight.packing_time import packed_need
 from fshard.runtime.engine.activations import Activations
 from fshard.schedule.candidates import PolicyTask
 

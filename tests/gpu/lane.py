@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from fshard.runtime.comm.device_streams import make_stream
 from fshard.runtime.comm.nccl import NcclCommunicator
-from fshard.runtime.comm.streams import make_stream
 from tests.gpu.place import Clock, Found, Place
 
 COUNT, LATE = 1 << 16, 40.0

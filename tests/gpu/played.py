@@ -17,8 +17,8 @@ from torch import Tensor
 
 import fshard as fs
 from fshard import tree
+from fshard.runtime.comm.device_streams import make_stream
 from fshard.runtime.comm.nccl import NcclCommunicator
-from fshard.runtime.comm.streams import make_stream
 from fshard.runtime.execution.actions import poison
 from tests.gpu.place import Found, Place
 from tests.runtime.test_lanes import CASES, ROWS, WIDTH, Case, made, params

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
 import fshard as fs
-from fshard.runtime.graphs.compare import apart, copied, seed
+from fshard.runtime.graphs.graph_proof import apart, copied, seed
 from tests.graphs.cases import affine, params_of, rows, trained
 
 

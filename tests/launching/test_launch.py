@@ -18,8 +18,8 @@ import torch
 
 import fshard as fs
 from fshard.errors import LaunchError, PlanError
+from fshard.launching.caller import _results
 from fshard.launching.job import STATUS, log_of, packed, read_outcome, unpacked, write_error, write_result
-from fshard.launching.launch import _results
 
 processes = pytest.mark.processes
 OWNER = f"FSHARD_TEST={os.getpid()}".encode()

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import fshard as fs
 from fshard.errors import AxisError, BatchError, CollectiveError, LossError, PlanError, ShardError, TreeError
-from fshard.runtime.steps.rows import BatchRows, uneven_rows
+from fshard.runtime.steps.batch_rows import BatchRows, uneven_rows
 
 RULES = [(r".*", fs.fsdp("shard"))]
 

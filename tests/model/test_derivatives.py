@@ -17,7 +17,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import fshard as fs
 from fshard import tree
 from fshard.model.exact import RULES
-from fshard.model.remat import exact
+from fshard.model.remat_function import exact
 
 Op = Callable[[Tensor], Tensor]
 DRAW = torch.Generator().manual_seed(0)

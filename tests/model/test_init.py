@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from fshard import tree
-from fshard.model import Initializer, init, split
+from fshard.model import Initializer, split
+from fshard.model import initial_values as init
 from fshard.model.philox import fold
 
 EVERY: dict[str, Initializer] = {

@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import fshard as fs
 from fshard import P, init, tree
 from fshard.errors import PlanError
-from fshard.model.init import Initializer, fill
+from fshard.model.initial_values import Initializer, fill
 from fshard.model.philox import fold
 from tests.shared import modules
 from tests.shared.workers import Pools

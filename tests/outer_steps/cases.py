@@ -9,7 +9,7 @@ from torch import Tensor
 
 import fshard as fs
 from fshard import P
-from fshard.outer_steps.step import OuterStep
+from fshard.outer_steps.outer_step import OuterStep
 from fshard.sharding.wire import LARGEST, WireFormat
 from tests.training.wire_cases import Tree, batch, loss_fn, start, through
 

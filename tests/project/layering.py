@@ -54,8 +54,6 @@ right under the package may also import others of their layer."""
 FLOORS = (("comm", "flight"), ("memory",), ("engine", "graphs"), ("execution",), ("steps",))
 """The rooms of the runtime, lowest first. A room imports from its own floor and from lower ones."""
 
-QUESTIONS = frozenset({"What", "Whether", "How", "Where", "Which", "When", "Why", "Who"})
-
 OWNERS = {"torch.distributed": "runtime.comm", "optree": "tree"}
 """Who alone may import a library: a module, or a folder with all of its modules."""
 
@@ -360,28 +358,6 @@ def long_functions(modules: Modules) -> list[str]:
     return [module.at(node, f"{node.name} has {n} lines") for module, node, n in wished]
 
 
-def shared_class_names(modules: Modules) -> list[str]:
-    """Classes whose name is that of another one: one word, one meaning."""
-    found: dict[str, list[str]] = {}
-    for module in modules.values():
-        for node in ast.walk(module.tree):
-            if isinstance(node, ast.ClassDef):
-                found.setdefault(node.name, []).append(module.at(node, f"class {node.name}"))
-    return [", ".join(places) for places in found.values() if len(places) > 1]
-
-
-def questions_for_docstrings(modules: Modules) -> list[str]:
-    """Docstrings of functions and classes that begin with a question's word, and not with a noun or a verb."""
-    found = []
-    for module in modules.values():
-        for node in ast.walk(module.tree):
-            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-                first = (ast.get_docstring(node) or " ").split(" ")[0]
-                if first in QUESTIONS:
-                    found.append(module.at(node, f"the docstring of {node.name} begins with {first}"))
-    return found
-
-
 Rule = Callable[[Modules], list[str]]
 RULES: tuple[Rule, ...] = (
     upward_imports,
@@ -393,6 +369,4 @@ RULES: tuple[Rule, ...] = (
     shared_state,
     long_files,
     long_functions,
-    shared_class_names,
-    questions_for_docstrings,
 )

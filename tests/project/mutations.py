@@ -51,8 +51,8 @@ MUTATIONS = [
     Mutation("sharding/layout.py", "low + self.chunk)\n", "low + self.chunk - 1)\n", "sharding"),
     # WHEN
     Mutation("schedule/build.py", "min(k + self.policy.prefetch,", "min(k + self.policy.prefetch + 1,", "schedule"),
-    Mutation("schedule/pack.py", "steps[last + 1] -= size", "steps[last] -= size", "schedule/test_memory.py"),
-    Mutation("schedule/pack.py", "if entry[0] >= first]", "if entry[0] > first]", "schedule/test_memory.py"),
+    Mutation("schedule/offsets.py", "steps[last + 1] -= size", "steps[last] -= size", "schedule/test_memory.py"),
+    Mutation("schedule/offsets.py", "if entry[0] >= first]", "if entry[0] > first]", "schedule/test_memory.py"),
     Mutation(
         "schedule/clock.py",
         "start = self.larger(self.meet(ready, transfer.axes), free)",
@@ -75,13 +75,13 @@ MUTATIONS = [
     ),
     Mutation("runtime/steps/clip.py", "limit / (norm + 1e-6)", "limit / (norm + 1e-2)", "training/test_parity.py"),
     Mutation(
-        "runtime/graphs/compare.py",
+        "runtime/graphs/graph_proof.py",
         "get(title), got.get(title)",
         "get(title), want.get(title)",
         "graphs/test_compare.py",
     ),
     Mutation(
-        "training/buffers.py",
+        "training/buffer_sync.py",
         "apply(row, LinearSum(ranks)) / ranks.size",
         "apply(row, LinearSum(ranks))",
         "training/test_buffers_synced.py",

@@ -5,11 +5,11 @@ from textwrap import dedent
 
 import pytest
 
-from tests.project import layering
+from tests.project import layering, words
 from tests.project import map as shape
 
 ROOT = Path(__file__).parents[2] / "fshard"
-RULES = (*layering.RULES, *shape.RULES)
+RULES = (*layering.RULES, *shape.RULES, *words.RULES)
 
 
 @pytest.fixture(scope="module")
@@ -167,6 +167,7 @@ BROKEN = [
     ("large_classes", "schedule/text.py", LARGE, "A has 16 attributes"),
     ("shared_class_names", "lora.py", "class P: ...", "lora.py:4: class P, "),
     ("shared_class_names", "view/odd.py", "def f():\n    class A: ...", "view/odd.py:3: class A"),
+    ("shared_file_stems", "view/base.py", "", "fshard/optim/base.py, fshard/view/base.py"),
     ("questions_for_docstrings", "lora.py", 'def f():\n    """What a rank has."""', "of f begins with What"),
     ("questions_for_docstrings", "lora.py", 'class K:\n    """Where it lies."""', "of K begins with Where"),
 ]

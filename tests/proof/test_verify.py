@@ -13,7 +13,7 @@ from fshard.errors import PeerError, PlanError, ShardError
 from fshard.model.unit import slot_of
 from fshard.runtime.engine.engine import Engine
 from fshard.runtime.execution.actions import Actions
-from fshard.runtime.execution.update import PendingUpdate
+from fshard.runtime.execution.pending_update import PendingUpdate
 from fshard.state.entries import entries
 from tests.shared.workers import Pools
 

@@ -21,9 +21,9 @@ from fshard import P
 from fshard.errors import CommError, PeerError
 from fshard.played.cooperative import playing
 from fshard.runtime.comm import COLLECTIVES, processes
+from fshard.runtime.comm.device_streams import Stream
 from fshard.runtime.comm.nccl import NcclCommunicator
 from fshard.runtime.comm.processes import ProcessTransport
-from fshard.runtime.comm.streams import Stream
 from fshard.runtime.steps import consensus as device
 from tests.shared.summed import Summed
 

@@ -16,7 +16,7 @@ import torch
 import fshard as fs
 from fshard.errors import PeerError
 from fshard.runtime.memory.available import free_bytes
-from fshard.runtime.steps import contests, rates
+from fshard.runtime.steps import contests, measured_rates
 from fshard.runtime.steps.contests import Contest
 from fshard.schedule import Policy
 from fshard.schedule.auto import Rates
@@ -54,7 +54,7 @@ def timed(seconds: Seconds, mesh: fs.Mesh) -> Iterator[None]:
         assert times[-1] > times[1]
         self.seconds.append(seconds(self.schedule.policy, mesh.rank))
 
-    with mock.patch.object(Contest, "note", note), mock.patch.object(rates, "measured", lambda *_: RATES):
+    with mock.patch.object(Contest, "note", note), mock.patch.object(measured_rates, "measured", lambda *_: RATES):
         yield
 
 

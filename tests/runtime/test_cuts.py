@@ -18,11 +18,11 @@ import fshard as fs
 from fshard import P
 from fshard.collectives import psum
 from fshard.errors import CommError, PeerError
-from fshard.runtime.comm import COLLECTIVES, cuts, nccl, processes
-from fshard.runtime.comm.cuts import Cuts
+from fshard.runtime.comm import COLLECTIVES, device_release, nccl, processes
+from fshard.runtime.comm.device_release import Cuts
+from fshard.runtime.comm.device_streams import Stream
 from fshard.runtime.comm.nccl import NcclCommunicator
 from fshard.runtime.comm.processes import ProcessTransport
-from fshard.runtime.comm.streams import Stream
 from fshard.runtime.comm.watchdog import Watchdog
 from fshard.runtime.steps import consensus
 from tests.shared.workers import Pools
@@ -93,7 +93,7 @@ def asynchronous(mesh: fs.Mesh, device: Device, change: pytest.MonkeyPatch) -> N
     change.setattr(transport, "_make", made)
     change.setattr(nccl, "all_gather", all_gather)
     change.setattr(processes.dist, "destroy_process_group", lambda group=None: None)
-    change.setattr(cuts, "PATIENCE", 0.3)
+    change.setattr(device_release, "PATIENCE", 0.3)
 
 
 def mean(p: Any, x: Tensor) -> Tensor:
@@ -207,7 +207,7 @@ def test_only_a_program_that_takes_long_is_looked_after(monkeypatch: pytest.Monk
     mine, comm = watched(notes, monkeypatch)
     mine.tell([comm], "ValueError: no data")
     assert notes == {"start/failed/7": "rank 1 gave up: ValueError: no data"}
-    monkeypatch.setattr(cuts, "PATIENCE", 0.05)
+    monkeypatch.setattr(device_release, "PATIENCE", 0.05)
     mine.look()
     with mine.program():
         mine.look()
@@ -230,7 +230,7 @@ def test_only_a_program_that_takes_long_is_looked_after(monkeypatch: pytest.Monk
 
 
 def test_a_note_that_comes_when_the_program_is_over_ends_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cuts, "PATIENCE", 0.0)
+    monkeypatch.setattr(device_release, "PATIENCE", 0.0)
     mine, comm = watched({"start/failed/7": "late"}, monkeypatch)
     inside = mine.program()
     inside.__enter__()

@@ -17,7 +17,7 @@ from fshard.checkpoint.snapshot import Snapshot
 from fshard.checkpoint.states import all_entries
 from fshard.checkpoint.write import owned
 from fshard.collectives import all_to_all, ppermute, psum_scatter, ragged_all_to_all
-from fshard.outer_steps.step import OuterStep
+from fshard.outer_steps.outer_step import OuterStep
 from tests.runtime.test_lanes import CASES as LANES
 from tests.runtime.test_lanes import ROWS, WIDTH, Case, loss, made, params, shared_out
 from tests.shared.clocks import COMPUTE, HOST, Clocks, Mark

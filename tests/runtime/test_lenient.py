@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 import fshard as fs
 from fshard import tree
 from fshard.errors import RematError
-from fshard.runtime.execution.trace import trace
+from fshard.runtime.execution.trace_program import trace
 from tests.shared import zoo
 from tests.shared.bad import alike, attempt
 from tests.shared.workers import Pools

@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fshard as fs
 from fshard.errors import LossError, PlanError, UnitError
-from fshard.runtime.execution.trace import ProgramTrace, trace
+from fshard.runtime.execution.trace_program import ProgramTrace, trace
 from fshard.schedule.ops import ROOT, Call
 from tests.shared import zoo
 

@@ -11,7 +11,7 @@ from torch.nn import functional as F  # noqa: N812
 import fshard as fs
 from fshard.errors import PlanError
 from fshard.runtime.engine.batch import microbatches
-from fshard.runtime.execution.trace import trace
+from fshard.runtime.execution.trace_program import trace
 from fshard.schedule import Policy, build
 from fshard.schedule.footprint import Footprint, Need, footprint
 from tests.runtime.test_memory_measured import Peak

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from fshard.errors import ScheduleError
 from fshard.schedule import Op, Pass, Policy, Schedule, Stages, build, parse
-from fshard.schedule.pack import pack, stack
+from fshard.schedule.offsets import pack, stack
 from tests.schedule.cases import CASES, POLICIES, encoder_decoder, gpt, info, program, recipes, sends
 
 Span = tuple[int, int]

@@ -25,10 +25,10 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
 
 import fshard as fs
-from fshard.checkpoint.convert import load_tensor
 from fshard.checkpoint.folder import read_manifest
 from fshard.checkpoint.manifest import FileInfo
 from fshard.checkpoint.read import verify_step
+from fshard.checkpoint.rewrite import load_tensor
 from fshard.interchange.convert import to_state
 from fshard.interchange.hf_files import INDEX, SINGLE
 from tests.checkpoint.test_crafted import places

@@ -19,8 +19,8 @@ import pytest
 import torch
 
 import fshard as fs
-from fshard.checkpoint.convert import load_tensor
 from fshard.checkpoint.folder import LOCK, read_manifest
+from fshard.checkpoint.rewrite import load_tensor
 from fshard.errors import CheckpointError, DamagedError, ShardError, TreeError
 from fshard.interchange.convert import to_state
 from fshard.interchange.hf_files import INDEX, SINGLE

@@ -11,8 +11,8 @@ from torch import Tensor
 
 import fshard as fs
 from fshard.outer_steps import replica
+from fshard.runtime.comm.device_streams import Stream
 from fshard.runtime.comm.nccl import NcclCommunicator
-from fshard.runtime.comm.streams import Stream
 from fshard.schedule.infos import stage_numel
 from tests.shared.clocks import Clocks, Mark, caller
 
@@ -199,7 +199,7 @@ EVENTS = (
     "fshard.runtime.memory.offload",
     "fshard.checkpoint.snapshot",
     "fshard.interchange.export_plan",
-    "fshard.outer_steps.exchange",
+    "fshard.outer_steps.outer_exchange",
 )
 """The modules that ask for an event after the work of a device."""
 

@@ -11,8 +11,8 @@ from torch import Tensor
 import fshard as fs
 from fshard import P
 from fshard.errors import PlanError
-from fshard.runtime.execution.low_rank import Product, orthonormal
-from fshard.runtime.execution.replicas import Replicas
+from fshard.runtime.execution.power_sgd import Product, orthonormal
+from fshard.runtime.execution.replica_sums import Replicas
 from fshard.sharding.low_rank import gaps_of, matrices, most_travels, travels
 from tests.shared.workers import Pools
 from tests.training.test_feedback import flat, kept, same

@@ -12,7 +12,7 @@ import fshard as fs
 from fshard import tree
 from fshard.errors import ReplicationError
 from fshard.runtime.comm.copies import bits
-from fshard.sharding.facts import texts
+from fshard.sharding.fact_texts import texts
 from tests.shared.workers import Pools
 
 Changes = dict[str, Any]

@@ -9,8 +9,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from fshard.runtime.comm.device_streams import Event
 from fshard.runtime.comm.row_sums import sum_rows
-from fshard.runtime.comm.streams import Event
 from fshard.runtime.flight.recorder import Flight
 from fshard.sharding.mesh import Axes
 

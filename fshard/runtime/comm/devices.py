@@ -1,4 +1,4 @@
-"""Which device a rank works on, and what all ranks of a job learn of that before anything else is sent."""
+"""The device of a rank, and what all ranks of a job learn of it before anything else is sent."""
 
 import functools
 import json

@@ -12,7 +12,7 @@ from fshard.errors import ReplicationError, ShardError, lines
 from fshard.runtime.comm.communicator import Communicator
 from fshard.runtime.comm.copies import Copy, unequal_copies
 from fshard.runtime.comm.exchange import exchange, exchange_bytes
-from fshard.sharding.facts import Texts
+from fshard.sharding.fact_texts import Texts
 
 Tiers = Sequence[Mapping[str, str]]
 """Texts by name. Items that follow from others are in a later tier, which is reported only if earlier tiers agree."""

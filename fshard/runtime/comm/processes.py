@@ -16,8 +16,9 @@ from fshard.forks import keep, own
 from fshard.runtime.comm.bounded import bounded, bounded_together
 from fshard.runtime.comm.calls import announce
 from fshard.runtime.comm.communicator import Communicator, SingleRank
-from fshard.runtime.comm.cuts import Cuts
 from fshard.runtime.comm.descriptors import Descriptors
+from fshard.runtime.comm.device_release import Cuts
+from fshard.runtime.comm.device_streams import make_stream
 from fshard.runtime.comm.exchange import exchange, exchange_text
 from fshard.runtime.comm.gloo import GlooCommunicator
 from fshard.runtime.comm.gloo_threads import without_interrupting
@@ -26,7 +27,6 @@ from fshard.runtime.comm.links import PeerLink, Rendezvous, close_links, host_ke
 from fshard.runtime.comm.nccl import NcclCommunicator
 from fshard.runtime.comm.pending import naming_errors
 from fshard.runtime.comm.row_sums import kernel_of
-from fshard.runtime.comm.streams import make_stream
 from fshard.runtime.comm.watchdog import Watchdog
 from fshard.runtime.flight.recorder import Flight
 from fshard.schedule.transfers import COLLECTIVES

@@ -2,9 +2,17 @@
 
 from fshard.runtime.engine.batch import Microbatches, leading_dims, microbatches
 from fshard.runtime.engine.engine import Engine
-from fshard.runtime.engine.loss import Mean, as_means, check_differentiable, fingerprint, means_of, number, read_loss
+from fshard.runtime.engine.loss_result import (
+    Mean,
+    as_means,
+    check_differentiable,
+    fingerprint,
+    means_of,
+    number,
+    read_loss,
+)
 from fshard.runtime.engine.proxies import Mispredicted
-from fshard.runtime.engine.remat import Remat, read_remat
+from fshard.runtime.engine.remat_rules import Remat, read_remat
 from fshard.runtime.engine.rng import seeded
 
 __all__ = [

@@ -1,4 +1,4 @@
-"""What a program's compute ops need, read off its run on fake tensors: memory of activations, and arithmetic."""
+"""The needs of a program's compute ops, read off its run on fake tensors: activations, and arithmetic."""
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence

@@ -11,8 +11,8 @@ from torch import Tensor
 from fshard import tree
 from fshard.arguments import kind
 from fshard.errors import BatchError, lines
-from fshard.model.objects import held, opaque, tensors_in
-from fshard.sharding.batch import Rows
+from fshard.model.foreign_objects import held, opaque, tensors_in
+from fshard.sharding.local_batch import Rows
 from fshard.sharding.spec import P, axes_of
 
 STEERING = (bool, int, str, bytes, type(None))

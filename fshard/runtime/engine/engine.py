@@ -26,12 +26,12 @@ from torch import Tensor
 from fshard import tree
 from fshard.errors import LossError, UnitError, stopped_by_program, written_data
 from fshard.model.casting import note_dtypes
-from fshard.model.remat import exact
+from fshard.model.remat_function import exact
 from fshard.model.unit import Unit
 from fshard.runtime.engine.batch import BatchWatch
 from fshard.runtime.engine.parameters import Parameters
 from fshard.runtime.engine.proxies import Mispredicted
-from fshard.runtime.engine.remat import NO_REMAT, Remat, reentrant_refused
+from fshard.runtime.engine.remat_rules import NO_REMAT, Remat, reentrant_refused
 from fshard.runtime.engine.units import GRAD, VERSION, Called, UnitReads, Units, bare
 from fshard.runtime.graphs import Compiled
 from fshard.runtime.memory import Slots

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fshard import tree
 from fshard.runtime.engine.engine import Engine, Executor, Sink, Traits
-from fshard.runtime.engine.remat import Remat
+from fshard.runtime.engine.remat_rules import Remat
 from fshard.sharding.plan import Plan
 from fshard.torch_internals import TorchDispatchMode
 

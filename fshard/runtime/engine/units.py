@@ -11,7 +11,7 @@ from fshard import tree
 from fshard.errors import UnitError
 from fshard.model.unit import Unit, slot_of
 from fshard.runtime.engine.proxies import Proxy
-from fshard.runtime.engine.remat import Remat
+from fshard.runtime.engine.remat_rules import Remat
 from fshard.runtime.memory import Slots
 from fshard.sharding.plan import Plan
 

@@ -1,4 +1,4 @@
-"""What the ops of a schedule do to memory and communicators. One object for each engine, reset at every step."""
+"""The actions of a schedule's ops on memory and communicators. One object for each engine, reset at every step."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -12,11 +12,11 @@ from torch import Tensor
 
 from fshard.runtime.comm import Done, Handle, packing
 from fshard.runtime.comm.communicators import Communicators
+from fshard.runtime.comm.device_streams import Event, events
 from fshard.runtime.comm.packing import Kernels
-from fshard.runtime.comm.streams import Event, events
-from fshard.runtime.execution.replicas import ReplicaBuffers, Replicas
+from fshard.runtime.execution.pending_update import Update
+from fshard.runtime.execution.replica_sums import ReplicaBuffers, Replicas
 from fshard.runtime.execution.shards import Shard, Shards
-from fshard.runtime.execution.update import Update
 from fshard.runtime.execution.wires import gathered, scattered, updated
 from fshard.runtime.memory.allocation import allocate, deallocate
 from fshard.runtime.memory.gradients import FlatGradients, GradientBuffers

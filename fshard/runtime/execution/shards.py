@@ -1,4 +1,4 @@
-"""What a rank keeps of each group, and the gradients that update it, as optimizers take them."""
+"""Shards: a rank's part of each group, and the gradients that update it, as optimizers take them."""
 
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping
 from dataclasses import dataclass, field, replace

@@ -1,4 +1,4 @@
-"""What updates take on the device: beside the state, what is copied there and what the optimizer makes for itself;
+"""The device memory of updates: beside the state, what is copied there and what the optimizer makes for itself;
 and what they read, write and compute, which is their time.
 
 An update is run on tensors without data, as a program is, and its operators say what they make. Ranks hold different
@@ -14,10 +14,10 @@ from torch import Tensor
 from fshard.optim.contract import Contract
 from fshard.runtime.engine.activations import Activations
 from fshard.runtime.engine.fake_fallback import quiet
+from fshard.runtime.execution.pending_update import PendingUpdate
 from fshard.runtime.execution.rounding import Rounding, rounded_groups
 from fshard.runtime.execution.shards import Gradients, Shard, Shards
-from fshard.runtime.execution.trace import traceable
-from fshard.runtime.execution.update import PendingUpdate
+from fshard.runtime.execution.trace_program import traceable
 from fshard.runtime.memory.memory_spaces import update_stagings
 from fshard.runtime.memory.optimizer_layout import (
     UpdateSlice,

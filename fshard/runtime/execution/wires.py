@@ -12,8 +12,8 @@ from torch import Tensor
 
 from fshard.runtime.comm import Handle
 from fshard.runtime.comm.communicator import Communicator
+from fshard.runtime.comm.device_streams import events
 from fshard.runtime.comm.packing import MOST, PIECE, Kernels, no_kernels, pack, packed, unpack, unpack_sum
-from fshard.runtime.comm.streams import events
 from fshard.sharding.layout import Group
 from fshard.sharding.mesh import Mesh
 from fshard.sharding.wire import WireFormat

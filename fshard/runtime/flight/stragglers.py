@@ -1,4 +1,4 @@
-"""Who is waited for where all ranks meet: found in their records, step by step."""
+"""Stragglers: the rank that others wait for where all meet, found in their records, step by step."""
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence

@@ -9,17 +9,17 @@ from torch import Tensor
 
 from fshard import tree
 from fshard.errors import TransformError
-from fshard.model.buffers import Watch
-from fshard.model.remat import autocast_state
+from fshard.model.changed_buffers import Watch
+from fshard.model.remat_function import autocast_state
 from fshard.model.unit import Unit
 from fshard.runtime.comm.packing import Kernels, no_kernels
 from fshard.runtime.engine import Remat
-from fshard.runtime.graphs.compare import difference
 from fshard.runtime.graphs.graph import Compiler, Graph, compile_graph
+from fshard.runtime.graphs.graph_proof import difference
 from fshard.runtime.graphs.partition import lazy
 from fshard.runtime.graphs.run import Bound, Claim, GraphCall, GraphHost
 from fshard.runtime.graphs.surroundings import NOTHING, Surroundings, recorded
-from fshard.runtime.graphs.trace import PLAIN, Same, Source, UntraceableUnit, exact, inspect, meta_of
+from fshard.runtime.graphs.trace_unit import PLAIN, Same, Source, UntraceableUnit, exact, inspect, meta_of
 from fshard.sharding.plan import Plan
 from fshard.torch_internals import (
     any_autocast,

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fshard.runtime.graphs.emit import GraphCode
 from fshard.runtime.graphs.partition import Halves, cut
-from fshard.runtime.graphs.trace import GraphResult, Joint, Place, Source, Tangents, UntraceableUnit, trace
+from fshard.runtime.graphs.trace_unit import GraphResult, Joint, Place, Source, Tangents, UntraceableUnit, trace
 from fshard.torch_internals import BelowAutograd, DisableAutocast, any_autocast
 
 Compiler = Callable[[Halves, Sequence[int], Sequence[str] | None], GraphCode]

@@ -14,7 +14,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from fshard.runtime.graphs.emit import GraphCode, emit
 from fshard.runtime.graphs.partition import Halves, value, watched
-from fshard.runtime.graphs.trace import Joint, UntraceableUnit
+from fshard.runtime.graphs.trace_unit import Joint, UntraceableUnit
 from fshard.torch_internals import (
     compile_fx_inner,
     foreach_copy_,

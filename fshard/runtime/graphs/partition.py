@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, fx
 
 from fshard.model.checkpoint_policies import SavePolicy
-from fshard.runtime.graphs.trace import Joint, UntraceableUnit
+from fshard.runtime.graphs.trace_unit import Joint, UntraceableUnit
 from fshard.torch_internals import OpOverload
 
 ATEN = torch.ops.aten

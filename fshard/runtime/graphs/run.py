@@ -9,8 +9,8 @@ from torch import Tensor
 from fshard import tree
 from fshard.errors import UnitError
 from fshard.runtime.engine import Mispredicted
-from fshard.runtime.graphs.compare import strays
 from fshard.runtime.graphs.graph import Graph, Variant, kernels_only, resolved
+from fshard.runtime.graphs.graph_proof import strays
 
 Claim = Callable[[Sequence[tuple[int, bool]]], bool]
 """``claim([(group, whole)])``: whether the caller may write these groups' flat gradients, instead of adding to them.

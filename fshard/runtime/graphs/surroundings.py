@@ -23,7 +23,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from fshard.model.unit import Unit
-from fshard.runtime.graphs.trace import PLAIN, UntraceableUnit, exact
+from fshard.runtime.graphs.trace_unit import PLAIN, UntraceableUnit, exact
 
 MOST = 2000
 """The most values that a unit may reach, or a container hold: each is compared at every call."""

@@ -1,4 +1,4 @@
-"""How much memory a rank could still take, before something else has to go."""
+"""The memory that a rank could still take, before something else has to go."""
 
 from pathlib import Path
 

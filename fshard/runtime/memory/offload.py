@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from fshard.runtime.comm import Handle
-from fshard.runtime.comm.streams import Event, Stream, copy_stream, events
+from fshard.runtime.comm.device_streams import Event, Stream, copy_stream, events
 from fshard.sharding.layout import Group
 from fshard.sharding.mesh import Mesh
 

@@ -1,4 +1,4 @@
-"""Where gradients are not finite: the leaves, their units, and the ranks that hold them."""
+"""Addresses of gradients that are not finite: the leaves, their units, and the ranks that hold them."""
 
 import math
 from collections.abc import Mapping

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from fshard.runtime.comm import Communicator, exchange, exchange_bytes
-from fshard.runtime.engine.loss import Mean, fingerprint, means_of, no_aux
-from fshard.runtime.engine.plain import FLOAT, PlainTold, PlainValues, alike, mean_of, plain_values
+from fshard.runtime.engine.loss_result import Mean, fingerprint, means_of, no_aux
+from fshard.runtime.engine.plain_values import FLOAT, PlainTold, PlainValues, alike, mean_of, plain_values
 from fshard.runtime.memory.norms import DTYPE
-from fshard.runtime.steps.refusals import unlike_losses, unlike_values
+from fshard.runtime.steps.step_refusals import unlike_losses, unlike_values
 
 OK, FAILED, RETRY, CUT, STARVED = 0, 1, 2, 3, 4
 """How a rank's own part of a step went. ``RETRY``: its program left the schedule. ``CUT``: a collective of its program

@@ -1,4 +1,4 @@
-"""What a train step decides beside its schedule: whether it updates or skips, and what its gradients become."""
+"""Decisions of a train step beside its schedule: whether it updates or skips, and what its gradients become."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -15,8 +15,8 @@ from fshard.runtime.execution import Gradients, Shard
 from fshard.runtime.steps.clip import Clip, divisor, norms_by_rule, skipped
 from fshard.runtime.steps.consensus import FAILED, OK, RuleNorms, Verdict
 from fshard.runtime.steps.failures import raise_failure
-from fshard.runtime.steps.refusals import unlike_skips
-from fshard.runtime.steps.watched import NormSets
+from fshard.runtime.steps.norm_sets import NormSets
+from fshard.runtime.steps.step_refusals import unlike_skips
 from fshard.sharding.plan import Plan
 
 

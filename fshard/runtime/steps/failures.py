@@ -12,7 +12,7 @@ from fshard.runtime.comm.call_site import call_site
 from fshard.runtime.comm.communicators import Communicators
 from fshard.runtime.execution.executor import diverged
 from fshard.runtime.steps.consensus import CUT, FAILED
-from fshard.runtime.steps.refusals import step_transformed
+from fshard.runtime.steps.step_refusals import step_transformed
 from fshard.torch_internals import graph_break, peek_interpreter_stack
 
 FAILURE, BEHIND = "!", "!!"

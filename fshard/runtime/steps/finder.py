@@ -7,9 +7,9 @@ from typing import Any
 import torch
 
 from fshard.runtime.engine.batch import microbatches, shapes, signature
-from fshard.runtime.engine.remat import Remat
+from fshard.runtime.engine.remat_rules import Remat
 from fshard.runtime.execution import ProgramTrace
-from fshard.runtime.execution.trace import trace
+from fshard.runtime.execution.trace_program import trace
 from fshard.runtime.steps.programs import Programs
 
 Fn = Callable[..., Any]

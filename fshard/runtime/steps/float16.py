@@ -1,4 +1,4 @@
-"""What short dtypes need: gradients divided so that none vanishes, overflows or is rounded; a scaled loss."""
+"""Rules for short dtypes: gradients divided so that none vanishes, overflows or is rounded; a scaled loss."""
 
 import math
 import warnings

@@ -10,10 +10,10 @@ from fshard.errors import ScheduleError, lines
 from fshard.runtime.comm import CALL_SITE_BYTES, Communicator, announce, exchange_bytes, exchange_text
 from fshard.runtime.comm.call_site import call_site
 from fshard.runtime.comm.facts import Facts, compare_numbers, digest
+from fshard.runtime.steps.batch_rows import BatchRows, uneven_rows
 from fshard.runtime.steps.consensus import FAILED, OK
 from fshard.runtime.steps.failures import raise_failure
-from fshard.runtime.steps.modes import modes, number_of, with_modes
-from fshard.runtime.steps.rows import BatchRows, uneven_rows
+from fshard.runtime.steps.interpreter_modes import modes, number_of, with_modes
 
 
 @dataclass(frozen=True)

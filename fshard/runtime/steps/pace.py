@@ -1,4 +1,4 @@
-"""What a rank does from the end of one step to that of the next, and how long it waits for other ranks meanwhile."""
+"""The pace of a rank from the end of one step to that of the next: its own work, and its waits for other ranks."""
 
 from collections.abc import Sequence
 from time import perf_counter

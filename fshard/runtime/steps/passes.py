@@ -11,7 +11,7 @@ from torch import Tensor
 from fshard import tree
 from fshard.runtime.engine.batch import marks_undone
 from fshard.runtime.engine.engine import Engine
-from fshard.runtime.engine.loss import (
+from fshard.runtime.engine.loss_result import (
     Loss,
     check_data,
     check_differentiable,
@@ -22,7 +22,7 @@ from fshard.runtime.engine.loss import (
 )
 from fshard.runtime.steps.finder import Fn
 from fshard.runtime.steps.records import PassResult
-from fshard.runtime.steps.refusals import different_microbatches, weighted_in_backward
+from fshard.runtime.steps.step_refusals import different_microbatches, weighted_in_backward
 from fshard.schedule.ops import ROOT
 from fshard.torch_internals import DataDependentOutputException
 

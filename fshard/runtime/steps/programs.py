@@ -13,7 +13,7 @@ from fshard.runtime.comm.communicators import Communicators
 from fshard.runtime.comm.facts import digest
 from fshard.runtime.engine.engine import UNKNOWN, Engine, Sink, Traits
 from fshard.runtime.engine.origins import Debugging
-from fshard.runtime.engine.remat import Remat, again
+from fshard.runtime.engine.remat_rules import Remat, again
 from fshard.runtime.execution import ProgramTrace
 from fshard.runtime.execution.actions import Actions, Resident
 from fshard.runtime.execution.route import Route, make_route
@@ -22,8 +22,8 @@ from fshard.runtime.memory.gradients import FlatGradients, GradientBuffers
 from fshard.runtime.memory.step_memory import StepMemory
 from fshard.runtime.steps.backends import make_cache, packing_kernels
 from fshard.runtime.steps.contests import Contest, opened
-from fshard.runtime.steps.options import RunOptions
-from fshard.runtime.steps.rates import Again, decided, foreseen
+from fshard.runtime.steps.measured_rates import Again, decided, foreseen
+from fshard.runtime.steps.step_options import RunOptions
 from fshard.schedule.auto import Auto, Choice
 from fshard.schedule.build import build
 from fshard.schedule.candidates import PolicyTask
@@ -32,7 +32,7 @@ from fshard.schedule.footprint import Need
 from fshard.schedule.infos import NOTHING, StateNeeds, between, communicators, fast_axes, group_infos, stage_numel
 from fshard.schedule.ops import ROOT, GroupInfo, Op
 from fshard.schedule.policy import Policy
-from fshard.schedule.trace import Trace
+from fshard.schedule.step_trace import Trace
 from fshard.schedule.transfers import KINDS
 from fshard.sharding.mesh import Axes
 from fshard.sharding.plan import Plan

@@ -32,9 +32,9 @@ from fshard.runtime.execution import ProgramTrace
 from fshard.runtime.execution.executor import OnDemand, Scheduled, program_of
 from fshard.runtime.execution.observers import begin, observers_of
 from fshard.runtime.execution.route import Observer
-from fshard.runtime.execution.trace import GlueWatch
+from fshard.runtime.execution.trace_program import GlueWatch
+from fshard.runtime.steps.batch_rows import rows_of, uneven_rows
 from fshard.runtime.steps.consensus import FAILED, OK, RETRY, STARVED, RuleNorms, Tally, consensus, tally
-from fshard.runtime.steps.ends import End, attempted, decline, drained, foretold
 from fshard.runtime.steps.failures import left_in_backward, raise_failure, report, request, starved, together
 from fshard.runtime.steps.finder import Finder, Fn
 from fshard.runtime.steps.float16 import divisor_of
@@ -42,8 +42,8 @@ from fshard.runtime.steps.handshake import Intent, agree
 from fshard.runtime.steps.pace import Pace
 from fshard.runtime.steps.passes import Passes
 from fshard.runtime.steps.programs import Prepared, Programs
+from fshard.runtime.steps.rank_end import End, attempted, decline, drained, foretold
 from fshard.runtime.steps.records import Agreed, Latest, Outcome, PassResult, ProgramRun, Ready, StepRequest
-from fshard.runtime.steps.rows import rows_of, uneven_rows
 from fshard.schedule.auto import Auto
 
 PATIENCE = 3

@@ -1,4 +1,4 @@
-"""What the stages of a step hand on: each record is made by one stage, and not written to after it."""
+"""Records that the stages of a step hand on: each is made by one stage, and not written to after it."""
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -12,8 +12,8 @@ from fshard.runtime.execution import Shards, Shield, Update
 from fshard.runtime.execution.actions import NOTHING
 from fshard.runtime.execution.executor import OnDemand, Scheduled
 from fshard.runtime.steps.consensus import RuleNorms, Verdict
-from fshard.runtime.steps.ends import End
 from fshard.runtime.steps.programs import Prepared
+from fshard.runtime.steps.rank_end import End
 from fshard.schedule.ops import Op
 from fshard.schedule.schedule import Schedule
 

@@ -1,0 +1,293 @@
+"""``fshard plan``: what a step would hold, send and take, without processes and without weights."""
+
+import argparse
+import functools
+import gc
+import json
+import math
+import re
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from fshard.arguments import size_text
+from fshard.errors import PlanError
+from fshard.foresight.blame import named
+from fshard.foresight.feeding import LONGEST
+from fshard.foresight.foresee import Foresight, Progress, foresee
+from fshard.foresight.foresight_tables import as_json, sections
+from fshard.foresight.hardware import Hardware, hardware
+from fshard.foresight.huggingface import hugging_face
+from fshard.foresight.jobs import Job, read_job, takes_mesh
+from fshard.foresight.page import write_page
+from fshard.foresight.remedies import Remedy, closing, largest, remedies
+from fshard.foresight.search import known_formats, search
+from fshard.foresight.search_table import SHOWN, Option, Search
+from fshard.schedule.costs import read_costs
+from fshard.schedule.machines import COMMUNICATOR, DEVICES, LINKS
+from fshard.sharding.mesh import Mesh, abstract_mesh
+from fshard.sharding.wire import NAMES, Wire
+from fshard.writing import target
+
+UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}
+
+WRITE = "write a FILE.py:make that gives its batch, or its loss"
+"""The remedy where a model of Hugging Face raises something."""
+
+MOST_RANKS = 1 << 20
+"""Ranks that a mesh may have: what each of them holds is counted."""
+
+HF_ONLY = ("rows", "length", "accumulate", "remat")
+"""Options of models that are made from a config."""
+
+SELDOM = 100_000
+"""New objects from one search for cycles to the next, in place of some hundreds."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add what the command takes."""
+    parser.set_defaults(run=run)
+    parser.add_argument("job", nargs="?", help="FILE.py:FUNCTION, which returns a dict, or a train step and a batch")
+    parser.add_argument("--hf", metavar="CONFIG", help="a config.json of Hugging Face, or its folder")
+    parser.add_argument("--mesh", default="8", help="ranks along each axis, as 1024, 64x8 or replica=4,data=8")
+    parser.add_argument("--link", default="ib400", help=f"between hosts: {', '.join(LINKS)}, or BYTES/S,LATENCY")
+    parser.add_argument("--inside", metavar="LINK", help="between ranks of one host; by default as --link")
+    parser.add_argument("--per-host", type=int, default=8, help="ranks on a host (default: 8)")
+    parser.add_argument("--device", default="h100", help=f"one of {', '.join(DEVICES)} (default: h100)")
+    parser.add_argument("--memory", help="of a device, as 80G; by default that of --device")
+    parser.add_argument("--costs", metavar="FILE", help="measured costs of the units, as Costs.save writes them")
+    parser.add_argument("--products", type=float, default=0.7, help="share of its peak that matrix products reach")
+    parser.add_argument("--share", type=float, default=0.85, help="share of its rate that a link gives to collectives")
+    parser.add_argument("--communicator", help="bytes of a device that NCCL takes for each communicator, as 200Mi")
+    parser.add_argument("--host", help="bytes a second of updates in host memory, on one rank (default: 10G)")
+    parser.add_argument("--rows", type=int, help="with --hf: rows of a rank's microbatch (default: 1)")
+    parser.add_argument(
+        "--length", type=int, help=f"with --hf: tokens of a row (default: its positions, at most {LONGEST})"
+    )
+    words = "dtype of products; by default bf16 with --hf, and that of the plan's compute with FILE.py"
+    parser.add_argument("--precision", choices=("bf16", "fp32"), help=words)
+    parser.add_argument("--accumulate", type=int, help="with --hf: microbatches of a step (default: 1)")
+    parser.add_argument("--remat", choices=("none", "all"), help="with --hf: compute units again (default: none)")
+    parser.add_argument("--search", action="store_true", help="try all shapes of as many ranks as --mesh has")
+    words = f"with --search: formats to try too, as int8, or replica=int4 for one axis: {', '.join(NAMES)}"
+    parser.add_argument("--wires", nargs="+", metavar="FORMAT", default=[], help=words)
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument("--html", metavar="FILE", help="write a page with pictures, which needs no other file")
+
+
+def _check_model(args: argparse.Namespace) -> None:
+    """Refuse two models or none, and options that the given one would not hear of."""
+    if (args.job is None) == (args.hf is None):
+        raise PlanError("give either FILE.py:FUNCTION or --hf CONFIG")
+    given = [f"--{name}" for name in HF_ONLY if getattr(args, name) is not None]
+    if args.job and given:
+        raise PlanError(
+            f"{', '.join(given)}: for --hf alone; {args.job} says these itself, in the dict that it returns"
+        )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Foresee, print, and say what would have to change."""
+    _check_model(args)
+    mesh, machines, wires = read_mesh(args.mesh), read_hardware(args), read_wires(args.wires, args.search)
+    if args.html:
+        target(args.html)  # an error now, and not when all is computed
+    with telling(args.json) as progress, seldom_collected():
+        progress("the model", 0.0)
+        job: Any = _hf(args) if args.hf else read_job(args.job, mesh)
+        made, remedy = (job.words, WRITE) if args.hf else (args.job, "")
+        with named(made, remedy):
+            searched = _search(args, job, mesh, machines, wires, progress) if args.search else None
+            if searched is not None:
+                job, mesh = _on_best(args, job, searched.best), searched.best.mesh
+            seen, found = _foreseen(job, mesh, machines, searched, progress)
+        if args.html:
+            progress("pictures", 0.97)
+            write_page(Path(args.html), seen, found)
+    if args.json:
+        print(json.dumps(as_json(seen, found, searched), indent=1))
+    else:
+        if searched is not None:
+            _table(f"Meshes of {mesh.size:,} ranks, the best first", searched.head, [*searched.table()][:SHOWN])
+            print("\n".join(f"{shape}: {why}" for shape, why in searched.refused.items()))
+        _print(seen, found)
+    return 0 if seen.fits else 1
+
+
+def _foreseen(
+    job: Any, mesh: Mesh, machines: Hardware, searched: Search | None, progress: Progress
+) -> tuple[Foresight, list[Remedy]]:
+    """The step on a mesh, and what would have to change for it to fit."""
+    made = isinstance(job, Job)
+    step, batch = job.step(mesh) if made else job
+    seen = foresee(step, batch, machines, progress, searched.task if searched else None)
+    if made:
+        seen = replace(seen, words=job.words)
+    if seen.fits:
+        return seen, []
+    progress("what would fit", 0.95)
+    open_remat = made and job.remat is None
+    return seen, [*remedies(seen, step, functools.partial(job.step, mesh) if open_remat else None)]
+
+
+def _search(
+    args: argparse.Namespace,
+    job: Any,
+    mesh: Mesh,
+    machines: Hardware,
+    wires: Sequence[Wire | str | None],
+    progress: Progress,
+) -> Search:
+    """The shapes of as many ranks."""
+    each = job if args.hf or not takes_mesh(args.job) else lambda shape: read_job(args.job, shape)
+    told: Progress = lambda what, part: progress(f"meshes: {what}", 0.8 * part)  # noqa: E731
+    return search(each, mesh.size, machines, wires=wires, progress=told)
+
+
+def _on_best(args: argparse.Namespace, job: Any, best: Option) -> Any:
+    """The job that the best option is of."""
+    job = job if args.hf else read_job(args.job, best.mesh)
+    return replace(job, remat=best.remat, wire=best.wire) if isinstance(job, Job) else job
+
+
+def _hf(args: argparse.Namespace) -> Job:
+    remat = None if args.remat == "none" else args.remat
+    rows, accumulate = [1 if given is None else given for given in (args.rows, args.accumulate)]
+    return hugging_face(args.hf, rows, args.length, args.precision or "bf16", remat, accumulate)
+
+
+def read_mesh(text: str) -> Mesh:
+    """A mesh without processes: ``1024``, ``64x8``, ``replica=4,data=8``.
+
+    Raises:
+        PlanError: none of these, or more ranks than ``MOST_RANKS``.
+
+    >>> read_mesh("64x8").axis_names, read_mesh("replica=4,data=8").sizes
+    (('outer', 'inner'), (4, 8))
+    """
+    if re.fullmatch(r"\d+(x\d+){0,2}", text):
+        sizes = [int(size) for size in text.split("x")]
+        names = {1: ["data"], 2: ["outer", "inner"], 3: ["outer", "middle", "inner"]}[len(sizes)]
+    elif re.fullmatch(r"\w+=\d+(,\w+=\d+)*", text):
+        pairs = [pair.split("=") for pair in text.split(",")]
+        sizes, names = [int(size) for _, size in pairs], [name for name, _ in pairs]
+    else:
+        raise PlanError(f"--mesh {text!r}: give ranks along each axis, as 1024, 64x8 or replica=4,data=8")
+    if math.prod(sizes) > MOST_RANKS:
+        raise PlanError(f"--mesh {text!r} has {math.prod(sizes):,} ranks: give at most {MOST_RANKS:,}")
+    return abstract_mesh(sizes, names)
+
+
+def read_wires(texts: Sequence[str], searched: bool = True) -> list[Wire | str | None]:
+    """Return what a search tries for formats.
+
+    Exact transfers, and these formats of all transfers, or of sums over some axes.
+
+    Raises:
+        PlanError: a format is unknown, or formats are given without a search.
+
+    >>> read_wires(["int8", "replica=int4"])
+    [None, 'int8', Wire(reduce={'replica': 'int4'})]
+    """
+    if texts and not searched:
+        raise PlanError("--wires says what --search tries: give both, or neither")
+    found: list[Wire | str | None] = [None]
+    for text in texts:
+        axes, equals, name = text.rpartition("=")
+        found.append(Wire(reduce={axes: name}) if equals else name)
+    return known_formats(found)
+
+
+def bytes_of(text: str) -> int:
+    """A number of bytes: ``80G`` are 80 * 10**9, ``80Gi`` 80 * 2**30.
+
+    Raises:
+        PlanError: not such a number.
+
+    >>> bytes_of("80G"), bytes_of("1.5Gi")
+    (80000000000, 1610612736)
+    """
+    found = re.fullmatch(r"([\d.]+) ?([kmgtKMGT]?i?)B?", text)
+    try:
+        assert found is not None
+        count = float(found[1]) * UNITS[found[2].upper()]
+        assert 0 < count < math.inf
+    except (AssertionError, ValueError, KeyError) as error:
+        raise PlanError(f"{text!r} is not a number of bytes: give one such as 80G, or 80Gi for 80 * 2**30") from error
+    return int(count)
+
+
+def read_hardware(args: argparse.Namespace) -> Hardware:
+    """Return what the step would run on."""
+    memory = bytes_of(args.memory) if args.memory else None
+    costs = read_costs(args.costs) if args.costs else None
+    room = bytes_of(args.communicator) if args.communicator else COMMUNICATOR
+    short = None if args.precision is None and args.job else args.precision != "fp32"
+    links = args.link, args.inside, args.per_host
+    host = None if args.host is None else bytes_of(args.host)
+    found = hardware(args.device, *links, memory, args.products, args.share, short, costs, room, host)
+    return replace(found, costs_of=f"the costs of {args.costs}") if costs else found
+
+
+@contextmanager
+def seldom_collected() -> Iterator[None]:
+    """Inside, Python looks for cycles of objects seldom: models and traces make millions of objects and few cycles."""
+    before = gc.get_threshold()
+    gc.set_threshold(SELDOM, *before[1:])
+    try:
+        yield
+    finally:
+        gc.set_threshold(*before)
+
+
+@contextmanager
+def telling(silent: bool) -> Any:
+    """Return the listener that is told how far the command is: a bar on standard error, if that is a terminal."""
+    told: Progress = lambda what, part: None  # noqa: E731
+    try:
+        from rich.console import Console
+        from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
+        from rich.progress import Progress as Bar
+    except ImportError:
+        silent = True
+    if silent or not sys.stderr.isatty():
+        yield told
+        return
+    columns = TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn()
+    with Bar(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("", total=1.0)
+        yield lambda what, part: bar.update(task, description=what, completed=part)
+
+
+def _print(seen: Foresight, found: Sequence[Remedy]) -> None:
+    for title, head, rows in sections(seen):
+        _table(title, head, rows)
+    if not seen.fits:
+        limit = size_text(seen.hardware.memory or 0)
+        peak = size_text(seen.held(seen.least))
+        print(
+            f"no policy fits into {limit}: the least is {peak}, at op {seen.least.memory.op}, {seen.least.memory.where}"
+        )
+        print("\n".join(f"  {line}" for line in largest(seen)))
+        print("what would change it:")
+        print("\n".join([*(f"  {remedy}" for remedy in found), *closing(seen, found)]))
+
+
+def _table(title: str, head: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    try:
+        from rich.console import Console
+        from rich.table import Table
+    except ImportError:
+        print(f"{title}\n" + "\n".join("  ".join(row) for row in (head, *rows)) + "\n")
+        return
+    table = Table(*head, title=title, title_justify="left", show_edge=False)
+    for number, column in enumerate(table.columns):
+        if number and all(re.match(r"[\d,.]+( |$|%)", row[number]) or not row[number] for row in rows):
+            column.justify = "right"
+    for row in rows:
+        table.add_row(*row)
+    Console(width=None if sys.stdout.isatty() else 120, highlight=False).print(table)
+    print()

@@ -1,0 +1,146 @@
+"""Plain values among what a step function returns: floats become their mean over ranks, all others must be equal.
+
+The numbers of a step, such as losses, are equal on all ranks already; trees of shards are each rank's own.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from fshard import tree
+from fshard.model.own import mark_own
+from fshard.parts.readings import Reading
+from fshard.parts.step_values import Later, number_of
+from fshard.runtime.comm import Communicator
+from fshard.runtime.engine.loss_result import Mean
+from fshard.runtime.engine.plain_values import PlainTold, PlainValues, is_float, mean_of, plain_values
+from fshard.runtime.steps import scalar, widened
+from fshard.runtime.steps.batch_rows import uneven_rows
+from fshard.runtime.steps.consensus import OK, check_equal, columns_of, exchange_sums, read, unequal
+from fshard.state.flat import Flat, mark_of
+from fshard.training.metrics import like_float
+
+FLOATS = 16
+"""Floats that travel in the row that ends a step. More take an exchange of their own."""
+
+WIDTH = 1 + FLOATS
+"""Numbers of a row for plain values: a hash of all that must be equal, and the floats."""
+
+
+class Returned(NamedTuple):
+    """The plain values that a step function returned on this rank.
+
+    Attributes:
+        values: the values.
+        told: what is made of them when they are read.
+    """
+
+    values: PlainValues
+    told: list[PlainTold]
+
+    def reading(self) -> Reading:
+        """Their numbers of the row."""
+
+        def made(numbers: Sequence[float]) -> list[float]:
+            told = self.values.told(iter(numbers))
+            self.told[:] = [told]
+            return _row(told)
+
+        return Reading(self.values.unread, made)
+
+
+def returned_values(metrics: Any) -> Returned:
+    """The plain values of what a step function returned beside its states."""
+    return Returned(plain_values([tree.mapped(_opened, metrics)], "metrics"), [])
+
+
+class _Known:
+    """Stands for a number of the step."""
+
+
+class _Parts(NamedTuple):
+    """An ``fs.Mean`` as two floats, whose means over ranks have the quotient of their sums."""
+
+    mean_total: Tensor | float
+    mean_count: Tensor | float
+
+
+def _opened(leaf: Any) -> Any:
+    if isinstance(leaf, Mean):
+        parts = [x.double() if isinstance(x, Tensor) else float(x) for x in (leaf.total, leaf.count)]
+        return _Parts(*parts)
+    return leaf if number_of(leaf) is None else _Known()
+
+
+def joint_floats(
+    control: Communicator, rows: Sequence[Sequence[float]], first: int, mine: PlainTold, uneven: Sequence[str] = ()
+) -> list[float]:
+    """The mean over ranks of each float.
+
+    Args:
+        control: the control communicator over the whole mesh.
+        rows: of each rank.
+        first: the place in them of the numbers of plain values.
+        mine: the values of this rank.
+        uneven: how the sizes of batches differ between ranks, if they do.
+
+    Raises:
+        LossError: plain values that must be equal differ; on all ranks alike.
+        BatchError: floats differ, over batches of different sizes.
+    """
+    check_equal(control, [row[first] for row in rows], mine)
+    columns = columns_of(control, rows, first + 1, mine.floats, FLOATS)
+    unlike = [name for name in unequal(columns, mine) if not name.endswith((".mean_total", ".mean_count"))]
+    if unlike and uneven:
+        raise uneven_rows(uneven, unlike)
+    return [*map(mean_of, columns)]
+
+
+def with_floats(metrics: Any, floats: Sequence[float]) -> Any:
+    """The values that a step function returned, with the mean over ranks of each float and ``fs.Mean``."""
+    if not floats:
+        return metrics
+    found = iter(floats)
+
+    def one(leaf: Any) -> Any:
+        if isinstance(leaf, Mean):
+            total, count = next(found), next(found)
+            return scalar(total / count if count else total * math.inf, widened([leaf.total.dtype]))
+        return like_float(leaf, next(found)) if is_float(leaf) and number_of(leaf) is None else leaf
+
+    return tree.mapped(one, metrics)
+
+
+def exchanged(control: Communicator, metrics: Any) -> Any:
+    """The metrics of a step function whose parts ran one by one, by an exchange of their own. Collective.
+
+    Raises:
+        LossError: plain values that must be equal differ; on all ranks alike.
+    """
+    mark_own([leaf for leaf in tree.leaves(metrics) if mark_of(leaf) is not None])
+    values = returned_values(metrics).values
+    mine = values.told(read(values.unread))
+    if control.size == 1:
+        return with_floats(metrics, mine.floats)
+    verdict = exchange_sums(control, OK, _row(mine), WIDTH, WIDTH)
+    return with_floats(metrics, joint_floats(control, verdict.told, 0, mine))
+
+
+def _row(told: PlainTold) -> list[float]:
+    floats = told.floats[:FLOATS]
+    return [told.number, *floats, *[0.0] * (FLOATS - len(floats))]
+
+
+def lasting(metrics: Any) -> Any:
+    """The values that a step returns beside its states: numbers known at its end, copies of shards, trees as trees."""
+    shards = [leaf for leaf in tree.leaves(metrics) if isinstance(leaf, Later) and number_of(leaf) is None]
+    copies: dict[int, Tensor] = {}
+    for flat in dict.fromkeys(map(mark_of, shards)):
+        if flat is not None and {*map(id, flat.leaves)} <= {*map(id, shards)}:
+            copied = Flat(flat.form, {group: chunk.clone() for group, chunk in flat.chunks.items()})
+            copies |= zip(map(id, flat.leaves), copied.leaves, strict=True)
+    copies |= {id(leaf): leaf.current().clone() for leaf in shards if id(leaf) not in copies}
+    mark_own(copies.values())
+    return tree.mapped(lambda leaf: copies.get(id(leaf), leaf), metrics)

@@ -1,0 +1,266 @@
+"""The optimizer update that waits for the next forward to hide behind."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fshard.errors import half_updated
+from fshard.optim.contract import Contract
+from fshard.runtime.comm.device_streams import events
+from fshard.runtime.engine.units import VERSION
+from fshard.runtime.execution.rounding import Rounding
+from fshard.runtime.execution.shards import Gradients, Shard, Shards
+from fshard.runtime.memory.optimizer_layout import RESIDUAL, UpdateSlice
+from fshard.sharding.plan import Plan
+
+
+@dataclass(eq=False)
+class PendingUpdate:
+    """The optimizer update of one step, as data: a state carries it until its groups are updated, here or in a step.
+
+    Attributes:
+        opt: the update rule.
+        step: the number of the step, counted from 0.
+        grads: the gradients.
+        scale: what gradients are divided by, for each rule of clipping; None for 1.
+        rounding: what updates those groups that are rounded stochastically; None if there are none.
+        unit: what residuals are multiplied by, so that a state can keep them.
+        waiting: the groups that are still to be updated, in order.
+        broken: how the update rule failed, if it had written something by then.
+    """
+
+    opt: Contract
+    step: int
+    grads: Gradients
+    scale: Sequence[float | None] = (None,)
+    rounding: Rounding | None = None
+    unit: float = 1.0
+    waiting: dict[int, None] = field(init=False)
+    broken: str = field(default="", init=False)
+    divisors: dict[tuple[int, torch.device, torch.dtype], Tensor] = field(default_factory=dict, init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        self.waiting = dict.fromkeys(self.grads.update_slices)
+
+    def apply(self, shards: Shards, groups: Sequence[int]) -> None:
+        """Update these groups, unless that was done: one call for all slices of equal hyper-parameters and dtype.
+
+        If the rule raises before it has written anything, these groups still wait, and can be updated later.
+
+        Raises:
+            StateError: it had written something, now or before.
+        """
+        if self.broken:
+            raise half_updated(self.broken)
+        due = [group for group in groups if group in self.waiting]
+        if due:
+            shards.overwrite()
+        apart = self._apart(due)
+        calls = shards.calls(self.grads, tuple([group for group in due if group not in apart] if apart else due))
+        written = [*calls.written, *shards.tensors(apart)] if apart else calls.written
+        versions = list(map(VERSION, written))
+        try:
+            with torch.no_grad():
+                for cut, params, grads, states in calls.slices:
+                    self._rule([*params], [*grads], [*states], cut)
+                for group in apart:
+                    self._update_apart(group, shards[group])
+                self._keep(due, shards)
+        except BaseException as error:
+            if versions != list(map(VERSION, written)):
+                self.broken = f"{type(error).__name__}: {error}"
+                raise half_updated(self.broken) from error
+            raise
+        self._done(due)
+
+    def _keep(self, groups: Sequence[int], shards: Shards) -> None:
+        """Keep what the sums of gradients of these groups, which this update applies, have left for the next ones."""
+        for group in [group for group in groups if group in self.grads.left] if self.grads.left else ():
+            for name, left in self.grads.left[group].items():
+                kept = shards[group].opt[name].copy_(left)
+                if name == RESIDUAL and self.unit != 1.0:
+                    kept.mul_(self.unit)
+
+    def _done(self, groups: Sequence[int]) -> None:
+        for group in groups:
+            del self.waiting[group]
+        for group in self.grads.passing.intersection(groups):
+            self.grads.release(group)
+
+    def finish(self, shards: Shards) -> None:
+        """Update every group that was not updated yet. Local."""
+        self.apply(shards, list(self.waiting))
+        for device in {staging.space.device for staging in self.grads.stagings.values()}:
+            for mark in events(device):
+                mark.synchronize()  # whoever reads host memory next is not ordered behind the device
+
+    @property
+    def groups(self) -> set[int]:
+        """All groups of this update."""
+        return set(self.grads.update_slices)
+
+    def refuse(self, why: str) -> None:
+        """Mark the update as broken, unless it is."""
+        self.broken = self.broken or why
+
+    def detach(self) -> None:
+        """Keep gradients that wait in memory of their own: the step that made them is about to write to theirs."""
+        if self.waiting:
+            self.grads = self.grads.copied(self.waiting)
+
+    def _apart(self, groups: Sequence[int]) -> list[int]:
+        """Say which of these groups are updated one at a time: rounded, or kept elsewhere than they are updated."""
+        rounded = self.rounding.groups if self.rounding is not None else ()
+        stagings = self.grads.stagings
+        return [group for group in groups if group in rounded or group in stagings] if rounded or stagings else []
+
+    def _rule(
+        self, params: list[Tensor], grads: list[Tensor], states: list[dict[str, Tensor]], cut: UpdateSlice
+    ) -> None:
+        more: dict[str, Any] = {"late": cut.late} if cut.late else {}
+        scale, step = self._divisor(cut.limit, grads[0]), self.step + 1
+        self.opt.update(params, grads, states, step=step, hyper=cut.hyper, grad_scale=scale, found_inf=None, **more)
+
+    def _divisor(self, limit: int, grad: Tensor) -> Tensor | None:
+        factor = self.scale[limit]
+        if factor is None:
+            return None
+        dtype = torch.promote_types(grad.dtype, torch.float32)
+        key = (limit, grad.device, dtype)
+        if key not in self.divisors:
+            self.divisors[key] = torch.full((), factor, dtype=dtype, device=grad.device)
+        return self.divisors[key]
+
+    def _update_apart(self, group: int, home: Shard) -> None:
+        staging, update_slices = self.grads.stagings.get(group), self.grads.update_slices[group]
+        staged = staging.stage_in(home.own, home.opt) if staging is not None else (home.own, home.opt)
+        shard = Shard(*staged, home.layouts) if staging is not None else home
+        if self.rounding is not None and group in self.rounding.groups:
+            slices = shard.slices(update_slices)
+            self.rounding.update(group, update_slices, slices, self.grads.slices(group), self.step, self._rule)
+        else:
+            for cut, params, grads, states in self.grads.alike({group: shard}):
+                self._rule(params, grads, states, cut)
+        if staging is not None:
+            staging.stage_out(staged, home.own, home.opt)
+
+
+@dataclass(eq=False)
+class Several:
+    """The updates of several parts of one state, which have no leaf in common, as one.
+
+    Attributes:
+        parts: the updates.
+    """
+
+    parts: tuple[PendingUpdate, ...]
+
+    @property
+    def waiting(self) -> dict[int, None]:
+        """The groups that are still to be updated."""
+        return {group: None for part in self.parts for group in part.waiting}
+
+    @property
+    def groups(self) -> set[int]:
+        """All groups of these updates."""
+        return {group for part in self.parts for group in part.groups}
+
+    @property
+    def broken(self) -> str:
+        """Say how an update rule failed, if it had written something by then."""
+        return next((part.broken for part in self.parts if part.broken), "")
+
+    def refuse(self, why: str) -> None:
+        """Mark all of them as broken."""
+        for part in self.parts:
+            part.refuse(why)
+
+    def apply(self, shards: Shards, groups: Sequence[int]) -> None:
+        """See ``PendingUpdate.apply``."""
+        for part in self.parts:
+            part.apply(shards, groups)
+
+    def finish(self, shards: Shards) -> None:
+        """See ``PendingUpdate.finish``."""
+        for part in self.parts:
+            part.finish(shards)
+
+    def detach(self) -> None:
+        """See ``PendingUpdate.detach``."""
+        for part in self.parts:
+            part.detach()
+
+
+def parts_of(pending: PendingUpdate | Several | None) -> tuple[PendingUpdate, ...]:
+    """The updates of which an update consists."""
+    if pending is None:
+        return ()
+    return pending.parts if isinstance(pending, Several) else (pending,)
+
+
+def joined(pendings: Sequence[PendingUpdate]) -> PendingUpdate | Several | None:
+    """Some updates of one state as one; None if there are none."""
+    if len(pendings) < 2:
+        return pendings[0] if pendings else None
+    return Several(tuple(pendings))
+
+
+def partly_updated(plan: Plan) -> dict[int, None]:
+    """The groups of which each rank updates a part of its shard: after an update, the rest is on other ranks."""
+    return {group.id: None for group in plan.groups if group.trainable and group.opt_parts > 1}
+
+
+class Update:
+    """A step's part in the update of a state, and the groups that lack the parts that other ranks update.
+
+    Args:
+        shards: the shards.
+        pending: the update; None if it was applied.
+        stale: the groups whose shards lack what other ranks updated; those that are whole again are taken out of it.
+    """
+
+    def __init__(self, shards: Shards, pending: "PendingUpdate | Several | None", stale: dict[int, None]) -> None:
+        self.shards, self.pending, self.stale = shards, pending, stale
+        self._stale_at_start = tuple(stale)
+        self.stopped = False
+
+    @property
+    def begun(self) -> bool:
+        """Tell whether a group was updated."""
+        return self.pending is not None and len(self.pending.waiting) < len(self.pending.groups)
+
+    def apply(self, groups: Sequence[int]) -> None:
+        """Update these groups, unless that was done; see ``PendingUpdate.apply``."""
+        if self.pending is not None:
+            self.pending.apply(self.shards, () if self.stopped else groups)
+
+    def finish(self) -> None:
+        """Update every group that was not updated yet. Local."""
+        if self.pending is not None:
+            self.pending.finish(self.shards)
+
+    def stop(self) -> None:
+        """Update nothing more. What was updated is still sent: other ranks wait for it."""
+        self.stopped = True
+
+    def resume(self) -> None:
+        """Take back ``stop``, where nothing was updated on any rank: all of it is still to be done."""
+        self.stopped = False
+        self.stale.update(dict.fromkeys(self._stale_at_start))
+
+    def sent(self, group: int) -> Shard | None:
+        """The shard of a group of which other ranks wait for this rank's part; None if they have it."""
+        if group not in self.stale:
+            return None
+        pending = self.pending
+        if pending is not None and group in pending.waiting and not self.stopped:
+            # The rule has failed here, and others cannot be kept waiting: what they get is not what they expect.
+            pending.refuse(f"group {group} was sent to other ranks before its update")
+        return self.shards[group]
+
+    def received(self, group: int) -> None:
+        """The parts of other ranks are there."""
+        self.stale.pop(group, None)

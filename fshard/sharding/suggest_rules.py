@@ -1,0 +1,80 @@
+"""Proposals of rules, and what a plan without units costs."""
+
+import math
+import warnings
+from collections.abc import Collection, Mapping
+
+import torch
+from torch import nn
+
+from fshard.arguments import Want, expect, size_text
+from fshard.errors import PlanError
+from fshard.model.suggest_units import largest, repeated
+from fshard.sharding.mesh import Mesh
+from fshard.sharding.rules import RuleLike
+from fshard.sharding.spec import P, Shape, fsdp
+
+LARGE = 16 << 20
+"""Bytes from which on a model without units costs something."""
+
+REPLICAS = ("replica", "replicas", "ddp", "dp_replicate")
+OTHERS = ("tp", "tensor", "model", "ep", "expert", "cp", "context", "sp", "sequence", "pp", "pipeline")
+"""Names of axes over which FSDP does not shard: those of replicas, and those along which the batch is the same."""
+
+
+def suggest_rules(module: nn.Module, mesh: Mesh) -> list[RuleLike]:
+    """Rules that shard all leaves over the axes of a mesh that are for it, for ``fs.make_plan`` to start from.
+
+    * Axes named ``tp``, ``ep``, ``cp`` or alike are left to ``fs.parallel``: which layers they cut is a property of the
+      layers, which ``fs.parallel.megatron_rules`` says.
+    * If another axis is left beside one named ``replica`` or alike, parameters are sharded over that one, and
+      replicated over the replicas (HSDP).
+    * All leaves get one rule: a group of flat-sharded leaves has one gather, whatever their sizes, so small leaves need
+      no rule of their own. Leaves of whole numbers, such as counters, are kept whole.
+
+    Args:
+        module: the module.
+        mesh: the mesh.
+
+    Returns:
+        Rules: pairs of a pattern and a spec. Print and edit them.
+
+    Raises:
+        PlanError: arguments of other types, or a mesh on which no axis is left.
+
+    >>> import fshard as fs
+    >>> mesh = fs.abstract_mesh((2, 4), ("replica", "data"))
+    >>> suggest_rules(nn.Linear(4, 4), mesh)
+    [('.*', fsdp(axis='data', min_size=0))]
+    """
+    mesh_meant = "what fs.make_mesh returned"
+    wants: list[Want] = [("module", module, nn.Module, "an nn.Module"), ("mesh", mesh, Mesh, mesh_meant)]
+    expect("fs.suggest_rules(module, mesh)", wants)
+    data = [axis for axis in mesh.axis_names if axis.lower() not in OTHERS]
+    shard = [axis for axis in data if axis.lower() not in REPLICAS] or data
+    if not shard:
+        raise PlanError(
+            f"fs.suggest_rules: fs.parallel cuts layers over every axis of {mesh.axis_names}, and none is left for "
+            f"parameters: add an axis "
+            f"to shard over, such as 'shard', or see fs.parallel.megatron_rules"
+        )
+    whole: list[RuleLike] = [
+        (name.replace(".", r"\."), P())
+        for name, leaf in module.named_parameters()
+        if not leaf.dtype.is_floating_point and not leaf.dtype.is_complex
+    ]
+    return [*whole, (".*", fsdp(shard[0] if len(shard) == 1 else tuple(shard)))]
+
+
+def warn_of_no_units(shapes: Mapping[str, Shape], dtypes: Mapping[str, torch.dtype], units: Collection[str]) -> None:
+    """Say what a plan without units costs on several ranks, and which units there could be."""
+    size = sum(math.prod(shape) * dtypes[path].itemsize for path, shape in shapes.items())
+    patterns = () if units or size < LARGE else repeated(shapes)
+    if patterns:
+        most = largest(shapes, patterns) * max(dtype.itemsize for dtype in dtypes.values())
+        warnings.warn(
+            f"the model has no units, so every step gathers all of its {size_text(size)} at once, on every rank, "
+            f"before it computes anything: fs.split(module, units={patterns}) gathers {size_text(most)} at a time, "
+            f"while the unit before computes; fs.suggest_units(module) proposes units",
+            stacklevel=3,
+        )
