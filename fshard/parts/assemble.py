@@ -8,7 +8,6 @@ from torch import Tensor
 
 from fshard.parts.copy_marks import axes_of_copies
 from fshard.parts.record import RecordedLocal, RecordedPass, StepRecord
-from fshard.parts.returned_values import WIDTH
 from fshard.parts.told_rates import TOLD
 from fshard.runtime.comm.facts import digest
 from fshard.runtime.execution.actions import Actions, Run
@@ -239,10 +238,9 @@ class Assembled:
 
     @functools.cached_property
     def width(self) -> int:
-        """Return how many numbers ranks exchange at the end of the step."""
+        """The count of numbers that are summed over ranks at the end of the step."""
         numbers = sum(2 + 2 * means for means in self.means)
-        numbers += sum(TOLD + len(update.part.clip.rules) for update in self.recorded.updates)
-        return numbers + len(self.copied) + WIDTH
+        return numbers + sum(TOLD + len(update.part.clip.rules) for update in self.recorded.updates)
 
     @functools.cached_property
     def copied(self) -> list[Axes]:

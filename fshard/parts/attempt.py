@@ -19,16 +19,22 @@ class Attempt(NamedTuple):
     Attributes:
         end: how it ended.
         result: what it returned.
-        numbers: what this rank brings to the consensus.
+        sums: its numbers that are summed over ranks.
+        copies: marks of the copies that it holds.
         plain: the plain values that it returned.
         floats: the mean over ranks of each float among these.
+        joint: the sums over ranks, once all have met.
+        marks: the marks of copies, by rank, likewise.
     """
 
     end: End
     result: FunctionResult | None
-    numbers: Sequence[float] = ()
+    sums: Sequence[float] = ()
+    copies: Sequence[float] = ()
     plain: PlainTold = PlainTold()
     floats: Sequence[float] = ()
+    joint: Sequence[float] = ()
+    marks: Sequence[Sequence[float]] = ()
 
 
 def tallied(replay: Replay, result: FunctionResult | None, end: End) -> Attempt:
@@ -38,8 +44,8 @@ def tallied(replay: Replay, result: FunctionResult | None, end: End) -> Attempt:
     try:
         returned = returned_values(result.metrics)
         updates = [each for final in result.finals for each in final.updates]
-        numbers = replay.tally(updates, returned.reading())
-        return Attempt(end, result, numbers, returned.told[0])
+        sums, copies, _ = replay.tally(updates, returned.reading())
+        return Attempt(end, result, sums, copies, returned.told[0])
     except torch.AcceleratorError:  # the device is lost, and those of other ranks wait for it
         raise
     except Exception as error:  # a device reports late what went wrong there

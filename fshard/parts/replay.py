@@ -15,7 +15,6 @@ from fshard.collectives.raw import gather
 from fshard.parts.assemble import Assembled
 from fshard.parts.compose import Composition, number_of_means
 from fshard.parts.copy_marks import Marks
-from fshard.parts.readings import Reading, answers, pair, squares
 from fshard.parts.record import RecordedLocal, RecordedPass, RecordedUpdate, recorded_updates
 from fshard.parts.step_arguments import FunctionResult
 from fshard.parts.step_values import Bank, Number, RunningFlat, RunningMemory, StateParams, Updated
@@ -30,6 +29,7 @@ from fshard.runtime.memory.allocation import deallocate
 from fshard.runtime.steps import PassSpec
 from fshard.runtime.steps.consensus import joint_norm, root
 from fshard.runtime.steps.passes import Passes
+from fshard.runtime.steps.readings import Reading, answers, pair, squares
 from fshard.runtime.steps.records import PassResult
 from fshard.schedule.ops import LOCAL, ROOT
 from fshard.sharding.mesh import Mesh
@@ -323,7 +323,7 @@ class Replay(Composition):
 
     def own_loss(self, number: int) -> float:
         """The loss of a pass on this rank alone."""
-        total, count = answers([_total(self.ran[number])])
+        ((total, count),) = answers([_total(self.ran[number])])
         return total / count if count else 0.0
 
     def origin(self, number: int) -> str:
@@ -333,7 +333,7 @@ class Replay(Composition):
 
     def _summed(self, plan: Plan, *readings: Reading) -> list[float]:
         """Numbers, summed over all ranks: equal on all of them."""
-        values = answers(readings)
+        values = [number for each in answers(readings) for number in each]
         if plan.mesh.size == 1:
             return values
         row = torch.tensor(values, dtype=torch.float64, device="cpu").to(plan.mesh.device)
@@ -350,10 +350,12 @@ class Replay(Composition):
         rows: list[list[int]] = gather(Ranks(mesh, mesh.axis_names), torch.tensor(row, device=mesh.device))().tolist()
         return rows
 
-    def tally(self, updates: Sequence[Updated], more: Reading) -> list[float]:
-        """Return this rank's part of the consensus: totals and counts of losses and means, squared norms.
+    def tally(self, updates: Sequence[Updated], plain: Reading) -> tuple[list[float], list[float], list[float]]:
+        """This rank's part of the consensus.
 
-        The order is that in which ``Numbers`` reads them.
+        Returns:
+            Totals and counts of losses and means, rates and squared norms, in the order in which ``Numbers`` reads
+            them; marks of copies; and what is made of plain values.
         """
         readings: list[Reading] = []
         for ran in self.ran:
@@ -363,7 +365,8 @@ class Replay(Composition):
                 self.step.passes[updated.grads.number].actions.gradients.arrive()
             readings += [Reading(told_rate(updated.lr), list), squares(updated.part.rule_norms(updated.grads))]
             self._mark("gradients", updated.grads)
-        return answers([*readings, Reading(self.marks.values(self.step.copied), list), more])
+        *summed, copies, told = answers([*readings, Reading(self.marks.values(self.step.copied), list), plain])
+        return [number for each in summed for number in each], copies, told
 
     def replaced(self, memory: RunningMemory, params: Any) -> RunningMemory:
         """A state of this step with other parameters, of which ranks compare copies."""

@@ -11,22 +11,19 @@ from torch import Tensor
 
 from fshard import tree
 from fshard.model.own import mark_own
-from fshard.parts.readings import Reading
 from fshard.parts.step_values import Later, number_of
 from fshard.runtime.comm import Communicator
 from fshard.runtime.engine.loss_result import Mean
 from fshard.runtime.engine.plain_values import PlainTold, PlainValues, is_float, mean_of, plain_values
 from fshard.runtime.steps import scalar, widened
 from fshard.runtime.steps.batch_rows import uneven_rows
-from fshard.runtime.steps.consensus import OK, check_equal, columns_of, exchange_sums, read, unequal
+from fshard.runtime.steps.consensus import OK, Columns, JointRow, check_equal, columns_of, exchange_row, unequal
+from fshard.runtime.steps.readings import Reading, read
 from fshard.state.flat import Flat, mark_of
 from fshard.training.metrics import like_float
 
 FLOATS = 16
 """Floats that travel in the row that ends a step. More take an exchange of their own."""
-
-WIDTH = 1 + FLOATS
-"""Numbers of a row for plain values: a hash of all that must be equal, and the floats."""
 
 
 class Returned(NamedTuple):
@@ -41,12 +38,11 @@ class Returned(NamedTuple):
     told: list[PlainTold]
 
     def reading(self) -> Reading:
-        """Their numbers of the row."""
+        """Their numbers, of which ``told`` is made."""
 
         def made(numbers: Sequence[float]) -> list[float]:
-            told = self.values.told(iter(numbers))
-            self.told[:] = [told]
-            return _row(told)
+            self.told[:] = [self.values.told(iter(numbers))]
+            return []
 
         return Reading(self.values.unread, made)
 
@@ -74,15 +70,17 @@ def _opened(leaf: Any) -> Any:
     return leaf if number_of(leaf) is None else _Known()
 
 
-def joint_floats(
-    control: Communicator, rows: Sequence[Sequence[float]], first: int, mine: PlainTold, uneven: Sequence[str] = ()
-) -> list[float]:
+def plain_columns(mine: PlainTold) -> Columns:
+    """The columns of plain values in the row that ends a step: a hash of all that must be equal, and the floats."""
+    return {"plain": ([mine.number], 1), "floats": (mine.floats[:FLOATS], FLOATS)}
+
+
+def joint_floats(control: Communicator, row: JointRow, mine: PlainTold, uneven: Sequence[str] = ()) -> list[float]:
     """The mean over ranks of each float.
 
     Args:
         control: the control communicator over the whole mesh.
-        rows: of each rank.
-        first: the place in them of the numbers of plain values.
+        row: that of all ranks, with ``plain_columns``.
         mine: the values of this rank.
         uneven: how the sizes of batches differ between ranks, if they do.
 
@@ -90,8 +88,8 @@ def joint_floats(
         LossError: plain values that must be equal differ; on all ranks alike.
         BatchError: floats differ, over batches of different sizes.
     """
-    check_equal(control, [row[first] for row in rows], mine)
-    columns = columns_of(control, rows, first + 1, mine.floats, FLOATS)
+    check_equal(control, [number for (number,) in row.told("plain")], mine)
+    columns = columns_of(control, row.told("floats"), mine.floats)
     unlike = [name for name in unequal(columns, mine) if not name.endswith((".mean_total", ".mean_count"))]
     if unlike and uneven:
         raise uneven_rows(uneven, unlike)
@@ -124,13 +122,8 @@ def exchanged(control: Communicator, metrics: Any) -> Any:
     mine = values.told(read(values.unread))
     if control.size == 1:
         return with_floats(metrics, mine.floats)
-    verdict = exchange_sums(control, OK, _row(mine), WIDTH, WIDTH)
-    return with_floats(metrics, joint_floats(control, verdict.told, 0, mine))
-
-
-def _row(told: PlainTold) -> list[float]:
-    floats = told.floats[:FLOATS]
-    return [told.number, *floats, *[0.0] * (FLOATS - len(floats))]
+    row = exchange_row(control, OK, plain_columns(mine))
+    return with_floats(metrics, joint_floats(control, row, mine))
 
 
 def lasting(metrics: Any) -> Any:

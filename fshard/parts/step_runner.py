@@ -19,7 +19,7 @@ from fshard.parts.leaf_ages import after_call, trained_leaves
 from fshard.parts.numbers import Numbers
 from fshard.parts.record import StepRecord, Untraced, record
 from fshard.parts.replay import Replay
-from fshard.parts.returned_values import WIDTH, joint_floats, with_floats
+from fshard.parts.returned_values import joint_floats, plain_columns, with_floats
 from fshard.parts.step_arguments import Arguments, Final, FunctionResult, check_mesh
 from fshard.parts.step_values import Updated
 from fshard.runtime.comm import COLLECTIVES, Facts, digest, mesh_communicator, refuse_nested
@@ -34,7 +34,7 @@ from fshard.runtime.execution.observers import begin, observers_of
 from fshard.runtime.execution.pending_update import joined
 from fshard.runtime.steps import Latest, Verdict, raise_failure
 from fshard.runtime.steps.batch_rows import rows_of
-from fshard.runtime.steps.consensus import FAILED, OK, exchange_sums
+from fshard.runtime.steps.consensus import FAILED, OK, Columns, exchange_row, status_alone
 from fshard.runtime.steps.failures import together
 from fshard.runtime.steps.handshake import Intent, agree
 from fshard.runtime.steps.measured_rates import decided, foreseen
@@ -111,7 +111,7 @@ class StepRunner:
             if verdict.worst == FAILED:
                 raise_failure(control, attempt.end.failure, verdict.status, verdict.status[self.plan.mesh.rank])
             if verdict.worst == OK:
-                return self._concluded(replay, attempt, verdict, given)
+                return self._concluded(replay, attempt, given)
         except BaseException:
             self._transport.abort(COLLECTIVES, "the step failed")
             raise
@@ -263,14 +263,20 @@ class StepRunner:
             return Attempt(end, None), failed
         with self._transport.program():
             attempt = tallied(replay, result, end)
-        copied, numbers = len(step.copied), attempt.numbers
-        if numbers:
-            numbers = [*numbers, self._pace.busy(executor.record, executor.times) if control.size > 1 else 0.0]
-        verdict = exchange_sums(control, attempt.end.status, numbers, step.width + 1, copied + WIDTH + 1)
+        busy = [self._pace.busy(executor.record, executor.times)] if control.size > 1 else []
+        columns: Columns = {
+            "sums": (attempt.sums, step.width),
+            "copies": (attempt.copies, len(step.copied)),
+            **plain_columns(attempt.plain),
+            "busy": (busy, len(busy)),
+        }
+        row = exchange_row(control, attempt.end.status, columns)
         self._pace.over()
-        self.busy = [row[-1] for row in verdict.told] if control.size > 1 else []
+        self.busy = [seconds for each in row.told("busy") for seconds in each]
+        verdict = status_alone(row.status)
         if verdict.worst == OK:
-            attempt = attempt._replace(floats=joint_floats(control, verdict.told, copied, attempt.plain, uneven))
+            floats = joint_floats(control, row, attempt.plain, uneven)
+            attempt = attempt._replace(floats=floats, joint=row.summed("sums"), marks=row.told("copies"))
         return attempt, verdict
 
     def _started(self, replay: Replay, given: Arguments, shield: Shield) -> Scheduled:
@@ -328,12 +334,12 @@ class StepRunner:
 
     # -- conclude -----------------------------------------------------------------------------------------------------
 
-    def _concluded(self, replay: Replay, attempt: Attempt, verdict: Verdict, given: Arguments) -> tuple[Any, Any]:
+    def _concluded(self, replay: Replay, attempt: Attempt, given: Arguments) -> tuple[Any, Any]:
         """The next states, and the metrics."""
         result = attempt.result
         assert result is not None
-        replay.marks.check(mesh_communicator(self.plan.mesh), self.plan.mesh, replay.step.copied, verdict.told)
-        numbers = Numbers(replay, result, verdict.rules)
+        replay.marks.check(mesh_communicator(self.plan.mesh), self.plan.mesh, replay.step.copied, attempt.marks)
+        numbers = Numbers(replay, result, attempt.joint)
         numbers.check(mesh_communicator(self.plan.mesh))
         made = [self._memory(replay, final, given.states, numbers, result.copied) for final in result.finals]
         metrics = tree.mapped(numbers.named, with_floats(result.metrics, attempt.floats))

@@ -29,10 +29,11 @@ from fshard.runtime.memory.optimizer_layout import UpdateSlice
 from fshard.runtime.steps import refuse_transforms, scalar
 from fshard.runtime.steps.addresses import here, where
 from fshard.runtime.steps.clip import norms_by_rule, read_clip
-from fshard.runtime.steps.consensus import FAILED, RuleNorms, Tally, Verdict, consensus, read, tally
+from fshard.runtime.steps.consensus import FAILED, Tally, Verdict, consensus, tally
 from fshard.runtime.steps.decide import Streak, not_finite
 from fshard.runtime.steps.failures import raise_failure
 from fshard.runtime.steps.handshake import Intent, agree
+from fshard.runtime.steps.readings import RuleNorms, read
 from fshard.runtime.steps.step_options import SKIPS, late_problems
 from fshard.schedule.policy import Policy
 from fshard.sharding.plan import Plan

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from fshard.runtime.steps.consensus import read
+from fshard.runtime.steps.readings import read
 
 
 def scalars(values: Any) -> dict[str, float]:

@@ -12,7 +12,7 @@ from fshard import tree
 from fshard.runtime.engine.loss_result import Mean, no_aux
 from fshard.runtime.engine.plain_values import is_float, mean_of
 from fshard.runtime.steps import scalar, widened
-from fshard.runtime.steps.consensus import read
+from fshard.runtime.steps.readings import read
 from fshard.tracking.scalars import scalars
 from fshard.training.run_report import RunReport
 

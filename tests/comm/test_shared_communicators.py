@@ -89,7 +89,7 @@ def streams(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Stream]]:
         return made[-1]
 
     copy_stream.cache_clear()
-    for module in ("streams", "processes"):
+    for module in ("device_streams", "processes"):
         monkeypatch.setattr(f"fshard.runtime.comm.{module}.make_stream", make)
     yield made
     copy_stream.cache_clear()

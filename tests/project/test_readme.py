@@ -10,6 +10,7 @@ import torch
 from tests.project.test_docs import blocks, quoted
 
 README = Path(__file__).parents[2] / "README.md"
+PAGE = README.parent / "docs" / "schedules.md"
 MESH = 'fs.make_mesh((-1,), ("data",))'
 
 
@@ -17,8 +18,8 @@ def _script() -> str:
     return next(text for info, text, _ in blocks(README) if info == "python")
 
 
-def _text(first: str) -> str:
-    return next(text for _, text, _ in blocks(README) if text.startswith(first))
+def _text(first: str, page: Path = README) -> str:
+    return next(text for _, text, _ in blocks(page) if text.startswith(first))
 
 
 @pytest.fixture(scope="module")
@@ -58,10 +59,19 @@ def test_the_step_of_ones_own_follows_the_script(capsys: pytest.CaptureFixture[s
 
 
 def test_the_plan_is_the_one_shown(planned: dict[str, Any]) -> None:
-    assert quoted(_text("mesh data=2"), str(planned["plan"]))
+    assert quoted(_text("mesh data=2", PAGE), str(planned["plan"]))
 
 
 def test_the_schedule_is_the_one_shown(planned: dict[str, Any]) -> None:
     schedule = planned["step"].trace({"x": torch.zeros(60, 2), "y": torch.zeros(60)}).schedule
     without_comments = re.sub(r" # .*", "", str(schedule))
-    assert quoted(_text("fshard schedule"), without_comments)
+    assert quoted(_text("fshard schedule", PAGE), without_comments)
+
+
+def test_it_is_short_and_so_are_its_sentences() -> None:
+    text = README.read_text(encoding="utf-8")
+    assert len(text.splitlines()) <= 200
+    prose = re.sub(r"```.*?```", "", text, flags=re.S)
+    paragraphs = [part for part in prose.split("\n\n") if not part.lstrip().startswith(("|", "#", "!"))]
+    sentences = [one for part in paragraphs for one in re.split(r"(?<=[.:;])\s+", " ".join(part.split()))]
+    assert not [one for one in sentences if len(one.split()) > 30]

@@ -24,7 +24,7 @@ from fshard.schedule.footprint import footprint
 from tests.shared.workers import Pools
 
 DEPTH, WIDTH = 4, 16
-CAP = 41
+CAP = 80
 """More steps than a choice takes."""
 
 DEFAULT, EVEN = Policy(), Policy(prefetch=1, reduces=1, reshard=fs.keep(last=3))

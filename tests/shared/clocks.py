@@ -245,7 +245,7 @@ def caller() -> str:
     frame, found = sys._getframe(1), list[str]()
     while frame is not None and len(found) < 2:
         file = frame.f_code.co_filename
-        if file.startswith(PACKAGE) and not file.endswith("comm/streams.py"):
+        if file.startswith(PACKAGE) and not file.endswith("comm/device_streams.py"):
             found.append(f"{frame.f_code.co_qualname}")
         frame = frame.f_back  # type: ignore[assignment]
     return " < ".join(found) or "the loss"

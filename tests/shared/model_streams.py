@@ -195,7 +195,7 @@ _JOINED: Any = replica._joined
 
 EVENTS = (
     "fshard.collectives.raw",
-    *(f"fshard.runtime.execution.{module}" for module in ("actions", "replicas", "update", "wires")),
+    *(f"fshard.runtime.execution.{module}" for module in ("actions", "replica_sums", "pending_update", "wires")),
     "fshard.runtime.memory.offload",
     "fshard.checkpoint.snapshot",
     "fshard.interchange.export_plan",
@@ -225,7 +225,7 @@ def modelled(patch: Any, by_thread: dict[int, Clocks]) -> Iterator[None]:
         change.setattr("fshard.outer_steps.replica._joined", _part)
         for room in EVENTS:
             change.setattr(f"{room}.events", lambda device: tuple(filter(None, (mine().record(),))))
-        for room in ("runtime.execution.actions", "runtime.execution.replicas", "runtime.execution.shards"):
+        for room in ("runtime.execution.actions", "runtime.execution.replica_sums", "runtime.execution.shards"):
             real = __import__(f"fshard.{room}", fromlist=["deallocate"]).deallocate
             change.setattr(
                 f"fshard.{room}.deallocate", lambda tensor, real=real: (mine().resized(tensor), real(tensor))[1]

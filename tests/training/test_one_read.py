@@ -8,7 +8,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fshard as fs
-from fshard.runtime.steps.consensus import MEANS, consensus, read, tally
+from fshard.runtime.steps.consensus import MEANS, consensus, tally
+from fshard.runtime.steps.readings import read
 from tests.shared.workers import Pools
 
 AUX = ["one", "two", "three"]

@@ -3,10 +3,9 @@
 import functools
 import json
 import math
-import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,7 +13,7 @@ from torch import Tensor
 from fshard.runtime.comm import Communicator, exchange, exchange_bytes
 from fshard.runtime.engine.loss_result import Mean, fingerprint, means_of, no_aux
 from fshard.runtime.engine.plain_values import FLOAT, PlainTold, PlainValues, alike, mean_of, plain_values
-from fshard.runtime.memory.norms import DTYPE
+from fshard.runtime.steps.readings import Reading, RuleNorms, answers, exact_sum, pair, squares
 from fshard.runtime.steps.step_refusals import unlike_losses, unlike_values
 
 OK, FAILED, RETRY, CUT, STARVED = 0, 1, 2, 3, 4
@@ -22,14 +21,8 @@ OK, FAILED, RETRY, CUT, STARVED = 0, 1, 2, 3, 4
 has failed, most likely because another rank's program is over. ``STARVED``: there was too little memory for a policy
 that is only being timed."""
 
-HEAD = 9
-"""Numbers of a row that every step sends."""
-
 MEANS = 16
 """Auxiliary means that travel in the row, or twice as many plain floats. More take an exchange of their own."""
-
-RuleNorms = Sequence[tuple[float, Tensor]]
-"""Norms of gradients, 0-dim, each after the part of its elements that this rank counts."""
 
 
 @dataclass(frozen=True)
@@ -105,6 +98,11 @@ class Verdict:
         return FAILED if CUT in self.status else OK
 
 
+def status_alone(status: tuple[int, ...]) -> Verdict:
+    """The verdict of ranks that have told each other only how their parts went."""
+    return Verdict(status, math.nan, math.nan, 1.0)
+
+
 def tally(
     norms: Sequence[tuple[float, Tensor]],
     rules: Sequence[RuleNorms],
@@ -124,23 +122,24 @@ def tally(
         stop: whether this rank asks all ranks to stop.
     """
     means, named, plain = _named_means(aux)
-    values: list[Tensor | float] = [norm for _, norm in norms]
-    values += [norm for rule in rules for _, norm in rule]
-    values += [part for loss in losses for part in loss]
-    values += [part for row in means for mean in row for part in (mean.total, mean.count)]
-    numbers = read([*values, *plain.unread])
+    held: list[PlainTold] = []
 
-    def squares(shares: RuleNorms) -> float:
-        return _sum([share * norm * norm for (share, _), norm in zip(shares, numbers, strict=False)])
+    def read_plain(numbers: Sequence[float]) -> list[float]:
+        held.append(plain.told(iter(numbers)))
+        return []
 
-    def sums(parts: int) -> tuple[float, ...]:
-        pairs = [(next(numbers), next(numbers)) for _ in range(parts)]
-        return tuple(map(sum, zip(*pairs, strict=True))) if pairs else (0.0, 0.0)
-
-    sumsq, by_rule = squares(norms), tuple([squares(rule) for rule in rules])
-    total, count = sums(len(losses))
-    summed = tuple([number for row in means for number in sums(len(row))])
-    return Tally(OK, sumsq, total, count, weighted, named, stop, by_rule, summed, plain.told(numbers))
+    norm, by_rule, loss, *rest = answers(
+        [
+            squares([norms]),
+            squares(rules),
+            pair(losses),
+            *[pair([(mean.total, mean.count) for mean in row]) for row in means],
+            Reading(plain.unread, read_plain),
+        ]
+    )
+    summed = tuple([number for each in rest[:-1] for number in each])
+    (sumsq,), (total, count) = norm, loss
+    return Tally(OK, sumsq, total, count, weighted, named, stop, tuple(by_rule), summed, held[0])
 
 
 def _named_means(aux: Sequence[Any]) -> tuple[list[list[Mean]], tuple[int, int], PlainValues]:
@@ -148,33 +147,6 @@ def _named_means(aux: Sequence[Any]) -> tuple[list[list[Mean]], tuple[int, int],
     if all(map(no_aux, aux)):
         return [], (0, 0), PlainValues({}, {})
     return [list(row) for row in zip(*map(means_of, aux), strict=True)], fingerprint(aux), plain_values(aux)
-
-
-def read(values: Sequence[Tensor | float]) -> Iterator[float]:
-    """0-dim tensors and numbers as floats, by one read of each device.
-
-    >>> [*read([torch.tensor(1.5), 2, torch.tensor(3)])]
-    [1.5, 2.0, 3.0]
-    """
-    by_device: dict[torch.device, list[Tensor]] = {}
-    for value in values:
-        if isinstance(value, Tensor):
-            by_device.setdefault(value.device, []).append(value)
-    numbers = {device: iter(_stacked(tensors)) for device, tensors in by_device.items()}
-    return iter([next(numbers[value.device]) if isinstance(value, Tensor) else float(value) for value in values])
-
-
-def _stacked(tensors: Sequence[Tensor]) -> list[float]:
-    """Single numbers on one device, by one read."""
-    if any([not dtype.is_floating_point for dtype in set(map(DTYPE, tensors))]):
-        tensors = [x if x.is_floating_point() else x.double() for x in tensors]  # the stack would round large integers
-    if any(map(NDIM, tensors)):
-        tensors = [x.reshape(()) for x in tensors]
-    found: list[float] = torch.stack([*tensors]).detach().tolist()
-    return found
-
-
-NDIM = operator.attrgetter("ndim")
 
 
 def consensus(
@@ -196,58 +168,85 @@ def consensus(
             of them alike.
     """
     more = [*mine.means, *mine.plain.floats]
-    row = [mine.status, mine.sumsq, mine.total, mine.count, mine.weighted, *mine.named, mine.stop, mine.plain.number]
-    row += [*mine.rules, *[0.0] * (rules - len(mine.rules)), *more[: 2 * MEANS]]
-    width = HEAD + rules + 2 * MEANS
-    rows = _exchanged(comm, [*row, *[0.0] * (width - len(row)), *own], width + len(own))
-    status = tuple([int(row[0]) for row in rows])
-    if not any(status):
-        _check_alike(comm, rows, mine)
-    sumsq, total, count, *squares = [_sum([row[i] for row in rows]) for i in (1, 2, 3, *range(HEAD, HEAD + rules))]
+    columns: Columns = {
+        "square": ([mine.sumsq], 1),
+        "loss": ([mine.total, mine.count], 2),
+        "kind": ([mine.weighted, *mine.named], 3),
+        "stop": ([mine.stop], 1),
+        "plain": ([mine.plain.number], 1),
+        "rules": (mine.rules, rules),
+        "more": (more[: 2 * MEANS], 2 * MEANS),
+        "own": (own, len(own)),
+    }
+    row = exchange_row(comm, mine.status, columns)
+    if not any(row.status):
+        kinds = row.told("kind")
+        if len({*map(tuple, kinds)}) > 1:
+            raise unlike_losses([(bool(weighted), int(count), int(named)) for weighted, count, named in kinds])
+        check_equal(comm, [number for (number,) in row.told("plain")], mine.plain)
+    total, count = row.summed("loss")
     loss = total / count if count else math.nan
     scale, elements = divided / parts, 0.0
-    if any([row[4] for row in rows]):
+    if any([weighted for weighted, *_ in row.told("kind")]):
         scale, elements = divided * copies / count if count else math.nan, count / copies
-    by_rule = tuple([root(square) for square in squares])
-    columns = [] if any(status) else columns_of(comm, rows, HEAD + rules, more, 2 * MEANS)
-    means, floats = _means(columns[: len(mine.means)]), columns[len(mine.means) :]
-    stop = any([row[7] for row in rows])
-    norm, unlike = scale * root(sumsq), unequal(floats, mine.plain)
-    joint = tuple(map(mean_of, floats))
-    return Verdict(status, loss, norm, scale, stop, elements, by_rule, means, _beyond(rows, width), joint, unlike)
+    joint = [] if any(row.status) else columns_of(comm, row.told("more"), more)
+    means, floats = _means(joint[: len(mine.means)]), joint[len(mine.means) :]
+    return Verdict(
+        status=row.status,
+        loss=loss,
+        norm=scale * root(*row.summed("square")),
+        scale=scale,
+        stop=any([stop for (stop,) in row.told("stop")]),
+        count=elements,
+        rules=tuple(map(root, row.summed("rules"))),
+        means=means,
+        told=row.told("own"),
+        floats=tuple(map(mean_of, floats)),
+        unlike=unequal(floats, mine.plain),
+    )
 
 
-def _beyond(rows: Sequence[Sequence[float]], width: int) -> list[Sequence[float]]:
-    """Return what follows the numbers that are summed, by rank."""
-    return [row[width:] for row in rows]
+Columns = Mapping[str, tuple[Sequence[float], int]]
+"""The numbers that a rank brings, by name, and how many of each name all ranks have room for."""
 
 
-def exchange_sums(comm: Communicator, status: int, values: Sequence[float], width: int, more: int = 0) -> Verdict:
-    """Exchange how each rank's part of a step went, and numbers, which are summed in rank order.
+class JointRow(NamedTuple):
+    """The rows of all ranks at the end of a step: numbers by name.
+
+    Attributes:
+        status: how each rank's part went.
+        rows: the numbers of each rank.
+        places: where those of a name begin and end.
+    """
+
+    status: tuple[int, ...]
+    rows: Sequence[Sequence[float]]
+    places: Mapping[str, tuple[int, int]]
+
+    def told(self, name: str) -> list[Sequence[float]]:
+        """The numbers of a name, by rank."""
+        begin, end = self.places[name]
+        return [row[begin:end] for row in self.rows]
+
+    def summed(self, name: str) -> list[float]:
+        """The sums over ranks of the numbers of a name: exact, and equal on all ranks, bit for bit."""
+        return [exact_sum([row[at] for row in self.rows]) for at in range(*self.places[name])]
+
+
+def exchange_row(comm: Communicator, status: int, columns: Columns) -> JointRow:
+    """Exchange how each rank's part of a step went, and its numbers. Collective.
 
     Args:
         comm: the control communicator over the whole mesh.
         status: how this rank's part went.
-        values: its numbers; none if it failed.
-        width: how many there are, equal on all ranks.
-        more: how many of them, the last ones, are not summed, but told by rank.
-
-    Returns:
-        The verdict, whose ``rules`` are the sums. It has no loss and no norm of its own.
+        columns: its numbers: fewer than there is room for are filled up with zeros.
     """
-    rows = _exchanged(comm, [status, *values], 1 + width)
-    end = len(rows[0]) - more  # one rank alone sends none that are missing
-    sums = tuple([_sum([row[i] for row in rows]) for i in range(1, end)])
-    told = [row[end:] for row in rows] if more else ()
-    return Verdict(tuple([int(row[0]) for row in rows]), math.nan, math.nan, 1.0, rules=sums, told=told)
-
-
-def _sum(values: Sequence[float]) -> float:
-    """An exact sum. Where infinities or too large numbers have none, it is that of floating-point arithmetic."""
-    try:
-        return math.fsum(values)
-    except (ValueError, OverflowError):
-        return sum(values)
+    row, places = [float(status)], dict[str, tuple[int, int]]()
+    for name, (numbers, width) in columns.items():
+        places[name] = len(row), len(row) + width
+        row += [*numbers, *[0.0] * (width - len(numbers))]
+    rows = _exchanged(comm, row)
+    return JointRow(tuple([int(each[0]) for each in rows]), rows, places)
 
 
 def root(square: float) -> float:
@@ -260,20 +259,12 @@ def joint_norm(squares: Sequence[float]) -> float:
     return math.sqrt(math.fsum(squares)) if all(map(math.isfinite, squares)) else math.nan
 
 
-def _exchanged(comm: Communicator, row: Sequence[float], width: int) -> list[list[float]]:
+def _exchanged(comm: Communicator, row: Sequence[float]) -> list[list[float]]:
     """The rows of all ranks, which are as long on all of them."""
     if comm.size == 1:
         return [[*row]]
-    padded = [*row, *[0.0] * (width - len(row))]
-    rows: list[list[float]] = exchange(comm, torch.tensor(padded, dtype=torch.float64, device="cpu")).tolist()
+    rows: list[list[float]] = exchange(comm, torch.tensor(row, dtype=torch.float64, device="cpu")).tolist()
     return rows
-
-
-def _check_alike(comm: Communicator, rows: Sequence[Sequence[float]], mine: Tally) -> None:
-    """Refuse results that differ in kind between ranks, or in what must be equal."""
-    if len({tuple(row[4:7]) for row in rows}) > 1:
-        raise unlike_losses([(bool(row[4]), int(row[5]), int(row[6])) for row in rows])
-    check_equal(comm, [row[8] for row in rows], mine.plain)
 
 
 def check_equal(comm: Communicator, numbers: Sequence[float], mine: PlainTold) -> None:
@@ -291,22 +282,18 @@ def check_equal(comm: Communicator, numbers: Sequence[float], mine: PlainTold) -
         raise unlike_values([json.loads(text) for text in exchange_bytes(comm, json.dumps({**mine.texts}).encode())])
 
 
-def columns_of(
-    comm: Communicator, rows: Sequence[Sequence[float]], first: int, mine: Sequence[float], most: int
-) -> list[Sequence[float]]:
+def columns_of(comm: Communicator, told: Sequence[Sequence[float]], mine: Sequence[float]) -> list[Sequence[float]]:
     """By number its value on each rank: of those that travelled in the row, and of more. Collective if there are more.
 
     Args:
         comm: the control communicator over the whole mesh.
-        rows: of each rank.
-        first: the place in them of the first number.
+        told: by rank, the numbers of the row, with zeros behind them if there are fewer than it has room for.
         mine: the numbers of this rank; as many on all ranks.
-        most: how many travel in the row.
     """
-    found: list[Sequence[float]] = [[row[first + at] for row in rows] for at in range(min(len(mine), most))]
-    if rest := mine[most:]:
-        found += zip(*_exchanged(comm, rest, len(rest)), strict=True)
-    return found
+    found: list[Sequence[float]] = [*zip(*told, strict=True)]
+    if rest := mine[len(told[0]) :]:
+        found += zip(*_exchanged(comm, rest), strict=True)
+    return found[: len(mine)]
 
 
 def unequal(columns: Sequence[Sequence[float]], told: PlainTold) -> tuple[str, ...]:
@@ -317,7 +304,7 @@ def unequal(columns: Sequence[Sequence[float]], told: PlainTold) -> tuple[str, .
 
 def _means(columns: Sequence[Sequence[float]]) -> tuple[float, ...]:
     """Means, of totals and counts by rank."""
-    summed = [*map(_sum, columns)]
+    summed = [*map(exact_sum, columns)]
     pairs = zip(summed[::2], summed[1::2], strict=True)
     return tuple([total / count if count else total * math.inf for total, count in pairs])
 

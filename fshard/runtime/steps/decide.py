@@ -13,9 +13,10 @@ from fshard.optim.contract import Contract
 from fshard.runtime.comm import Communicator
 from fshard.runtime.execution import Gradients, Shard
 from fshard.runtime.steps.clip import Clip, divisor, norms_by_rule, skipped
-from fshard.runtime.steps.consensus import FAILED, OK, RuleNorms, Verdict
+from fshard.runtime.steps.consensus import FAILED, OK, Verdict
 from fshard.runtime.steps.failures import raise_failure
 from fshard.runtime.steps.norm_sets import NormSets
+from fshard.runtime.steps.readings import RuleNorms
 from fshard.runtime.steps.step_refusals import unlike_skips
 from fshard.sharding.plan import Plan
 

@@ -13,7 +13,7 @@ from fshard.patterns import meant_by
 from fshard.runtime.execution import Gradients
 from fshard.runtime.memory.optimizer_layout import merge_slices
 from fshard.runtime.steps.clip import norms_by_rule
-from fshard.runtime.steps.consensus import RuleNorms
+from fshard.runtime.steps.readings import RuleNorms
 from fshard.sharding.plan import Plan
 
 GROUPS = "groups"

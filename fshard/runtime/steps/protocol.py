@@ -8,7 +8,7 @@
                still issues the collectives that its schedule holds, with whatever data it has: no rank hangs.
 ``consensus``  Ranks exchange their losses, norms and failures. All learn at one point whether the step happened.
 ``conclude``   The failure of any rank is raised on all of them. What is left is an outcome for whoever called:
-               ``training.step`` makes the next state of it.
+               ``training.train_step`` makes the next state of it.
 =============  =========================================================================================================
 
 Where no schedule is known, because the program depends on values of tensors, or because it left its schedule, the same
@@ -34,7 +34,7 @@ from fshard.runtime.execution.observers import begin, observers_of
 from fshard.runtime.execution.route import Observer
 from fshard.runtime.execution.trace_program import GlueWatch
 from fshard.runtime.steps.batch_rows import rows_of, uneven_rows
-from fshard.runtime.steps.consensus import FAILED, OK, RETRY, STARVED, RuleNorms, Tally, consensus, tally
+from fshard.runtime.steps.consensus import FAILED, OK, RETRY, STARVED, Tally, consensus, tally
 from fshard.runtime.steps.failures import left_in_backward, raise_failure, report, request, starved, together
 from fshard.runtime.steps.finder import Finder, Fn
 from fshard.runtime.steps.float16 import divisor_of
@@ -43,6 +43,7 @@ from fshard.runtime.steps.pace import Pace
 from fshard.runtime.steps.passes import Passes
 from fshard.runtime.steps.programs import Prepared, Programs
 from fshard.runtime.steps.rank_end import End, attempted, decline, drained, foretold
+from fshard.runtime.steps.readings import RuleNorms
 from fshard.runtime.steps.records import Agreed, Latest, Outcome, PassResult, ProgramRun, Ready, StepRequest
 from fshard.schedule.auto import Auto
 

@@ -10,7 +10,7 @@ from fshard.runtime.comm import COLLECTIVES, Communicator
 from fshard.runtime.comm.communicator import Transport
 from fshard.runtime.engine.proxies import Mispredicted
 from fshard.runtime.execution.executor import OnDemand, Scheduled
-from fshard.runtime.steps.consensus import CUT, FAILED, OK, RETRY, Verdict, exchange_sums
+from fshard.runtime.steps.consensus import CUT, FAILED, OK, RETRY, Verdict, exchange_row, status_alone
 from fshard.runtime.steps.failures import starved
 from fshard.runtime.steps.handshake import Intent, agree
 
@@ -93,7 +93,7 @@ def foretold(transport: Transport, control: Communicator, status: int) -> Verdic
     """
     if not transport.asynchronous:
         return None
-    verdict = exchange_sums(control, status, (), 0)
+    verdict = status_alone(exchange_row(control, status, {}).status)
     if verdict.worst == OK:
         return None
     transport.abort(COLLECTIVES, "the step failed on another rank" if status == OK else "the step failed")

@@ -11,9 +11,10 @@ from fshard.runtime.comm.facts import Facts
 from fshard.runtime.execution import Shards, Shield, Update
 from fshard.runtime.execution.actions import NOTHING
 from fshard.runtime.execution.executor import OnDemand, Scheduled
-from fshard.runtime.steps.consensus import RuleNorms, Verdict
+from fshard.runtime.steps.consensus import Verdict
 from fshard.runtime.steps.programs import Prepared
 from fshard.runtime.steps.rank_end import End
+from fshard.runtime.steps.readings import RuleNorms
 from fshard.schedule.ops import Op
 from fshard.schedule.schedule import Schedule
 

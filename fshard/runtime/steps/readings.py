@@ -1,0 +1,79 @@
+"""Numbers that a rank tells the others of a step, some of which lie on a device: one read of it for all of them."""
+
+import itertools
+import math
+import operator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fshard.runtime.memory.norms import DTYPE
+
+RuleNorms = Sequence[tuple[float, Tensor]]
+"""Norms of gradients, 0-dim, each after the part of its elements that this rank counts."""
+
+
+class Reading(NamedTuple):
+    """Numbers, some of them on a device, and what is made of them once they are read."""
+
+    values: Sequence[Tensor | float]
+    made: Callable[[Sequence[float]], Sequence[float]]
+
+
+def answers(readings: Sequence[Reading]) -> list[list[float]]:
+    """The numbers that are made of each reading, by one read of each device: the only wait of a step for its device."""
+    numbers = read([value for each in readings for value in each.values])
+    return [[*each.made([*itertools.islice(numbers, len(each.values))])] for each in readings]
+
+
+def pair(parts: Iterable[tuple[Tensor | float, Tensor | float]]) -> Reading:
+    """The total and the count of some of them."""
+    return Reading([*itertools.chain(*parts)], lambda numbers: (sum(numbers[::2]), sum(numbers[1::2])))
+
+
+def squares(rules: Sequence[RuleNorms]) -> Reading:
+    """This rank's part of the squared norm of each clipping rule's leaves."""
+
+    def made(numbers: Sequence[float]) -> list[float]:
+        norms = iter(numbers)
+        shares = [[share for share, _ in rule] for rule in rules]
+        return [exact_sum([share * norm * norm for share, norm in zip(rule, norms, strict=False)]) for rule in shares]
+
+    return Reading([norm for rule in rules for _, norm in rule], made)
+
+
+def exact_sum(values: Sequence[float]) -> float:
+    """An exact sum. Where infinities or too large numbers have none, it is that of floating-point arithmetic."""
+    try:
+        return math.fsum(values)
+    except (ValueError, OverflowError):
+        return sum(values)
+
+
+def read(values: Sequence[Tensor | float]) -> Iterator[float]:
+    """0-dim tensors and numbers as floats, by one read of each device.
+
+    >>> [*read([torch.tensor(1.5), 2, torch.tensor(3)])]
+    [1.5, 2.0, 3.0]
+    """
+    by_device: dict[torch.device, list[Tensor]] = {}
+    for value in values:
+        if isinstance(value, Tensor):
+            by_device.setdefault(value.device, []).append(value)
+    numbers = {device: iter(_stacked(tensors)) for device, tensors in by_device.items()}
+    return iter([next(numbers[value.device]) if isinstance(value, Tensor) else float(value) for value in values])
+
+
+def _stacked(tensors: Sequence[Tensor]) -> list[float]:
+    """Single numbers on one device, by one read."""
+    if any([not dtype.is_floating_point for dtype in set(map(DTYPE, tensors))]):
+        tensors = [x if x.is_floating_point() else x.double() for x in tensors]  # the stack would round large integers
+    if any(map(NDIM, tensors)):
+        tensors = [x.reshape(()) for x in tensors]
+    found: list[float] = torch.stack([*tensors]).detach().tolist()
+    return found
+
+
+NDIM = operator.attrgetter("ndim")
