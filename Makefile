@@ -8,6 +8,7 @@ ROOM   ?=
 ARGS   ?=
 BENCH  ?= host_overhead step_time jax_fsdp wire hsdp formats outer balance optimizer muon memory steps functional checkpoint plan_time auto published gpu
 BIN    := $(VENV)/bin
+BASE   := $(VENV)/.base
 STAMP  := $(VENV)/.installed
 PAGES  := $(VENV)/.pages
 PYTEST := $(BIN)/python -m pytest -q -n $(JOBS) --dist worksteal
@@ -31,7 +32,8 @@ help:  ## Show what can be made.
 	@echo '  RANKS=4 and ARGS="..." are passed on by make train, ARGS by make test, quick, fuzz, docs, gpu and bench.'
 	@echo '  WITH=python3 runs make gpu with a Python that has PyTorch already, where nothing can be installed.'
 
-train: $(STAMP)  ## Train a small GPT, sharded over RANKS processes of this machine.
+train: $(BASE)  ## Train a small GPT, sharded over RANKS processes of this machine.
+	@echo 'Training on $(RANKS) ranks:'
 	$(BIN)/torchrun --standalone --nproc-per-node $(RANKS) examples/train_gpt.py $(ARGS)
 
 bench: $(STAMP)  ## Run every benchmark in its quick form, against the peers; as root also over limited links.
@@ -97,9 +99,17 @@ clean:  ## Remove the environment, caches and build products.
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
 	find . -type d -name __pycache__ -prune -exec rm -rf {} +
 
-$(STAMP): pyproject.toml constraints.txt
-	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[examples,test]'
+# What training takes, alone: the rest of the environment takes minutes.
+$(BASE): pyproject.toml constraints.txt
+	@echo 'Making the environment $(VENV) ...'
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@echo 'Installing PyTorch and fshard ...'
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[train]'
+	@touch $@
+
+$(STAMP): $(BASE)
+	@echo 'Installing what tests and examples need: some minutes ...'
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[examples,test]'
 	@touch $@
 
 $(PAGES): $(STAMP)
