@@ -37,6 +37,7 @@ from fshard import torch_internals as torch_internals  # before all that imports
 
 # isort: split
 from fshard import collectives, errors, optim, tree
+from fshard.hints import unknown_name
 from fshard.launch import make_mesh
 from fshard.launching.caller import launch
 from fshard.model import checkpoint_policies, random
@@ -116,7 +117,7 @@ def __getattr__(name: str) -> Any:
     for module, names in _LATER:
         if name in names.split():
             return import_module(f"{module}.{name}") if module == "fshard" else getattr(import_module(module), name)
-    raise AttributeError(f"module 'fshard' has no attribute {name!r}")
+    raise unknown_name("fshard", name)
 
 
 def __dir__() -> list[str]:

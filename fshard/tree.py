@@ -3,9 +3,8 @@
 There are two kinds of tree. *Parameter trees* are nested dicts with string keys and tensors at the leaves; a leaf is
 named by its dotted path (``blocks.3.attn.qkv.weight``), in the insertion order of its dict, the order in which a module
 registered it. *Other trees* (a batch, the arguments and results of a unit) are what optree flattens, and besides,
-unlike in optree and in JAX, dataclasses and mutable mappings that hold tensors. Libraries pass those around (the
-outputs of Hugging Face's models, the batches of their tokenizers), and their tensors must be cut, moved and
-differentiated too.
+unlike in optree and in JAX, dataclasses and mutable mappings that hold tensors, such as the outputs of Hugging Face's
+models and the batches of their tokenizers.
 """
 
 import copy
@@ -20,6 +19,7 @@ from torch import Tensor
 
 from fshard.arguments import kind
 from fshard.errors import TreeError
+from fshard.hints import unknown_name
 
 _LATER = (
     ("fshard.parts.arithmetic", "add scale"),
@@ -45,7 +45,7 @@ def __getattr__(name: str) -> Any:
     for module, names in _LATER:
         if name in names.split():
             return getattr(import_module(module), name)
-    raise AttributeError(f"module 'fshard.tree' has no attribute {name!r}")
+    raise unknown_name("fshard.tree", name)
 
 
 Tree = Any

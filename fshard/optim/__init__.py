@@ -5,6 +5,9 @@ argument, so nothing is hidden and a resumed run continues bit for bit. Nothing 
 plans or groups.
 """
 
+from typing import Any
+
+from fshard.hints import unknown_name
 from fshard.optim import schedules
 from fshard.optim.adafactor import adafactor
 from fshard.optim.adamw import adamw
@@ -45,6 +48,11 @@ __all__ = [
     "schedules",
     "sgd",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """No name: the error says what is meant (PEP 562)."""
+    raise unknown_name("fshard.optim", name)
 
 
 def __dir__() -> list[str]:

@@ -176,7 +176,8 @@ def rate(lr: Rate, step: int) -> float:
     if not isinstance(step, int):
         raise errors.bad_rate(lr, 1, step)
     value = lr(step - 1) if callable(lr) else lr
-    real = type(value) is float or isinstance(value, Real)  # the general question takes a microsecond
+    # The general question takes a microsecond.
+    real = type(value) is float or isinstance(value, Real) and not isinstance(value, bool)
     if step < 1 or not real or not 0 <= value < math.inf:
         raise errors.bad_rate(lr, step, value)
     return float(value)

@@ -44,7 +44,7 @@ def tallied(replay: Replay, result: FunctionResult | None, end: End) -> Attempt:
     try:
         returned = returned_values(result.metrics)
         updates = [each for final in result.finals for each in final.updates]
-        sums, copies, _ = replay.tally(updates, returned.reading())
+        sums, copies = replay.tally(updates, returned.reading())
         return Attempt(end, result, sums, copies, returned.told[0])
     except torch.AcceleratorError:  # the device is lost, and those of other ranks wait for it
         raise

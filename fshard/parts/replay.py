@@ -350,13 +350,8 @@ class Replay(Composition):
         rows: list[list[int]] = gather(Ranks(mesh, mesh.axis_names), torch.tensor(row, device=mesh.device))().tolist()
         return rows
 
-    def tally(self, updates: Sequence[Updated], plain: Reading) -> tuple[list[float], list[float], list[float]]:
-        """This rank's part of the consensus.
-
-        Returns:
-            Totals and counts of losses and means, rates and squared norms, in the order in which ``Numbers`` reads
-            them; marks of copies; and what is made of plain values.
-        """
+    def tally(self, updates: Sequence[Updated], plain: Reading) -> tuple[list[float], list[float]]:
+        """The numbers of this rank that are summed, in the order in which ``Numbers`` reads it; and marks of copies."""
         readings: list[Reading] = []
         for ran in self.ran:
             readings += [_total(ran), *_mean_totals(ran)]
@@ -365,8 +360,8 @@ class Replay(Composition):
                 self.step.passes[updated.grads.number].actions.gradients.arrive()
             readings += [Reading(told_rate(updated.lr), list), squares(updated.part.rule_norms(updated.grads))]
             self._mark("gradients", updated.grads)
-        *summed, copies, told = answers([*readings, Reading(self.marks.values(self.step.copied), list), plain])
-        return [number for each in summed for number in each], copies, told
+        *summed, copies, _ = answers([*readings, Reading(self.marks.values(self.step.copied), list), plain])
+        return [number for each in summed for number in each], copies
 
     def replaced(self, memory: RunningMemory, params: Any) -> RunningMemory:
         """A state of this step with other parameters, of which ranks compare copies."""

@@ -20,8 +20,7 @@ from fshard.parts.leaf_ages import Ages, ages_of, trained_leaves
 from fshard.parts.step_values import PART, running_of
 from fshard.parts.update_metrics import UpdateMetrics
 from fshard.played.everywhere import made_on_each_rank
-from fshard.runtime.comm import collective_call, digest, mesh_communicator, refuse_nested
-from fshard.runtime.comm.facts import Facts
+from fshard.runtime.comm import Facts, collective_call, digest, mesh_communicator, refuse_nested
 from fshard.runtime.execution import Gradients, PendingUpdate, Several, parts_of
 from fshard.runtime.memory.memory_spaces import update_stagings
 from fshard.runtime.memory.norms import norms_of, share_of

@@ -1,7 +1,9 @@
 """Names and calls that people know of other libraries and try first: each error names the way, and the way is right."""
 
 import copy
+import functools
 import pickle
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +13,7 @@ from torch import Tensor, nn
 
 import fshard as fs
 from fshard.errors import LossError, PlanError, TreeError
+from fshard.hints import OF_MODULES
 from fshard.training.metrics import Metrics
 
 MESH = fs.virtual_mesh((2,), ("data",))
@@ -180,3 +183,16 @@ def test_a_loss_may_be_an_object_that_holds_parameters() -> None:
     begin = fs.init_state(PLAN, OPT, params=MODEL.params)
     _, metrics = fs.make_train_step(Loss(), OPT, PLAN)(begin, X)
     assert metrics.loss.item() == pytest.approx(loss(MODEL.params, X).item())
+
+
+@pytest.mark.parametrize("module", [fs, fs.optim, fs.tree], ids=lambda module: module.__name__)
+def test_names_of_other_libraries_are_told_the_way(module: Any) -> None:
+    names = {name: hint for names, hint in OF_MODULES[module.__name__].items() for name in names.split()}
+    for name, hint in names.items():
+        assert name not in module.__all__
+        with pytest.raises(AttributeError, match=f"has no attribute '{name}': "):
+            getattr(module, name)
+        for way in re.findall(r"fs((?:\.\w+)+)", hint):
+            assert functools.reduce(getattr, way[1:].split("."), fs) is not None, (name, way)
+    with pytest.raises(AttributeError, match="has no attribute 'nothing_of_that'$"):
+        _ = module.nothing_of_that
