@@ -25,7 +25,7 @@ endef
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help map route freeze suites mutations train bench gpu test quick parity fuzz faults hostile docs notebooks site lint format clean
+.PHONY: help map route freeze suites mutations train bench gpu test quick parity fuzz faults hostile prose docs notebooks site lint format clean
 
 help:  ## Show what can be made.
 	@sed -n 's/^\([a-z]*\):.*## /  make \1	/p' $(MAKEFILE_LIST)
@@ -76,6 +76,9 @@ freeze: $(STAMP)  ## Note what seventy steps come to, bit for bit: ARGS="--write
 
 map: $(STAMP)  ## Count what the shape of the package is made of; ARGS="--against OTHER_CHECKOUT" beside another.
 	$(BIN)/python -m tests.project.map $(ARGS)
+
+prose: $(BASE)  ## Count the words and the long sentences of README and docs; ARGS="--sentences" lists these.
+	$(BIN)/python -m tests.project.prose $(ARGS)
 
 docs: $(PAGES)  ## Build the site, build/site/index.html; ARGS="-D nb_execution_mode=force" runs its notebooks.
 	$(BIN)/python -m sphinx -W --keep-going -q -j $(JOBS) -c docs -d build/pages . build/site $(ARGS)

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.project.prose import README_LINES, page
 from tests.project.test_docs import blocks, quoted
 
 README = Path(__file__).parents[2] / "README.md"
@@ -69,9 +70,5 @@ def test_the_schedule_is_the_one_shown(planned: dict[str, Any]) -> None:
 
 
 def test_it_is_short_and_so_are_its_sentences() -> None:
-    text = README.read_text(encoding="utf-8")
-    assert len(text.splitlines()) <= 200
-    prose = re.sub(r"```.*?```", "", text, flags=re.S)
-    paragraphs = [part for part in prose.split("\n\n") if not part.lstrip().startswith(("|", "#", "!"))]
-    sentences = [one for part in paragraphs for one in re.split(r"(?<=[.:;])\s+", " ".join(part.split()))]
-    assert not [one for one in sentences if len(one.split()) > 30]
+    found = page(README)
+    assert found.lines <= README_LINES and not found.long
