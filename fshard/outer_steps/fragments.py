@@ -15,8 +15,8 @@ import torch
 from fshard.arguments import size_text
 from fshard.errors import PlanError, lines
 from fshard.patterns import bad_regex, meant_by
-from fshard.schedule import GroupInfo, Transfer
-from fshard.schedule.transfers import STATE
+from fshard.schedule import GroupInfo
+from fshard.schedule.transfers import STATE, PeriodicTransfer
 from fshard.sharding.layout import Group
 from fshard.sharding.leaf import Leaf
 from fshard.sharding.mesh import Mesh
@@ -76,7 +76,9 @@ class Fragment:
         """
         size, wire = self._message(self.most), "" if self.form is None else str(self.form)
         sizes = (replicas - 1) * size, (replicas + 1) * size  # what arrives of all replicas, and what this one sends
-        move = Transfer("exchange", STATE, STATE, *sizes, axis, wire=wire, every=every, first=first, delay=delay)
+        move = PeriodicTransfer(
+            "exchange", STATE, STATE, *sizes, axis, wire=wire, every=every, first=first, delay=delay
+        )
         room = self.most * self.dtype.itemsize
         return GroupInfo(f"fragment {self.name}", 0, 0, 0, False, (move,), update_bytes=room)
 

@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 from fshard.schedule import schedule_refusals
-from fshard.schedule.transfers import KINDS, Transfer
+from fshard.schedule.transfers import KINDS, PeriodicTransfer, Transfer
 
 T = TypeVar("T", bound=Hashable)
 
@@ -209,6 +209,11 @@ class GroupInfo:
         if stage == "gradient" and not self.trainable:
             return ()
         return tuple([transfer for transfer in self.transfers if transfer.row.stage == stage])
+
+    @property
+    def exchanges(self) -> tuple[PeriodicTransfer, ...]:
+        """Its transfers between steps."""
+        return tuple([transfer for transfer in self.transfers if isinstance(transfer, PeriodicTransfer)])
 
     @property
     def gathered(self) -> bool:

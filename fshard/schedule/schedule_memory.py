@@ -313,7 +313,7 @@ class _Lives:
 
     def _between(self) -> Ended:
         """Transfers between steps, in the step that holds most of them."""
-        moves = [(group, move) for group in self.groups for move in group.at("between")]
+        moves = [(group, move) for group in self.groups for move in group.exchanges]
         period = math.lcm(*(move.every for _, move in moves)) if moves else 0
         steps = [[(group, move) for group, move in moves if move.held(step)] for step in range(period)]
         end = len(self.ops) - 1

@@ -197,7 +197,7 @@ def _travelling(schedule: Schedule) -> dict[tuple[str, str], Transfer]:
 def between(schedule: Schedule) -> Counter[str]:
     """The bytes that a rank sends between steps, on average over steps, by the mesh axes that they go over."""
     found: Counter[str] = Counter()
-    for move in [move for group in schedule.groups for move in group.at("between")]:
+    for move in [move for group in schedule.groups for move in group.exchanges]:
         found[move.axes] += move.sent // move.every
     return found
 

@@ -17,7 +17,7 @@ from fshard.schedule.policy import Keep, Policy, Secondary, keep, secondary
 from fshard.schedule.stage_text import StageReader, stage_lines
 from fshard.schedule.stages import Stages
 from fshard.schedule.tokens import TOKEN, quoted, read_name, read_number, read_values
-from fshard.schedule.transfers import KINDS, Transfer
+from fshard.schedule.transfers import KINDS, PeriodicTransfer, Transfer
 
 FORMAT = "fshard schedule "
 VERSION = "3"
@@ -101,7 +101,8 @@ def _header(parts: Parts) -> Iterator[str]:
 def _transfer(move: Transfer, width: int) -> str:
     line = f"  {move.kind:<{width}} {move.source} -> {move.target} sent={move.sent}"
     line += f" staging={move.staging}" if move.staging else ""
-    line += f" every={move.every} first={move.first} delay={move.delay}" if move.every > 1 else ""
+    if isinstance(move, PeriodicTransfer) and move.every > 1:
+        line += f" every={move.every} first={move.first} delay={move.delay}"
     line += f" as {move.wire}" if move.wire else ""
     return line + (f" over {quoted(move.axes)}" if move.axes else "") + " late" * move.late
 
@@ -221,7 +222,7 @@ def _read_reshard(text: str) -> bool | Keep | Secondary:
 
 def _read_transfer(tokens: list[str]) -> Transfer:
     kind, *ends = tokens[:4]
-    rest = tokens[4:]
+    rest, between = tokens[4:], kind in KINDS and KINDS[kind].stage == "between"
     late = rest[-1:] == ["late"]
     rest = rest[: len(rest) - late]
     axes = read_name(rest[-1]) if rest[-2:-1] == ["over"] else ""
@@ -233,9 +234,17 @@ def _read_transfer(tokens: list[str]) -> Transfer:
             f"a transfer is {kind} FROM -> TO sent=BYTES, then staging=BYTES, every=STEPS first=STEP delay=STEPS, as "
             f"FORMAT, over AXES and late if it is so"
         )
-    keys = ("sent", *(key for key in ("staging", *TURNS) if any(token.startswith(f"{key}=") for token in rest)))
+    keys = (
+        "sent",
+        *(
+            key
+            for key in ("staging", *(TURNS if between else ()))
+            if any(token.startswith(f"{key}=") for token in rest)
+        ),
+    )
     numbers = dict(zip(keys, map(read_number, read_values(rest, keys)), strict=True))
-    return Transfer(kind, ends[0], ends[2], axes=axes, late=late, wire=wire, **numbers)
+    maker = PeriodicTransfer if between else Transfer
+    return maker(kind, ends[0], ends[2], axes=axes, late=late, wire=wire, **numbers)
 
 
 def _read_op(tokens: list[str], expected: int, kinds: frozenset[str]) -> Op:

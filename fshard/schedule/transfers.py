@@ -5,7 +5,7 @@ the other, each present or not; then comes the update, those of stage ``"updated
 parameters, that of stage ``"read"``. ``build``, ``check``, ``memory``, ``simulate``, ``text``, the pictures and the
 runtime read this table, so a new kind of transfer is a new row. A compressed transfer is one of these with a wire
 format: a field of its record, ``Transfer.wire``. Transfers of stage ``"between"`` are no ops of a step: they leave
-after it, in every ``Transfer.every``-th step, and travel while the next ones run.
+after it, in every ``PeriodicTransfer.every``-th step, and travel while the next ones run.
 
 ==================  ========  ==============================================  =========================================
 kind                stage     from -> to                                      is waited for
@@ -116,12 +116,9 @@ class Transfer:
         late: its result is made in the staging, so the target is there only after the wait, when the source has gone.
         wire: the wire format of what travels; empty for that of the source. What is compressed is packed into the
             staging when the transfer starts: a source that is not the target, nor the state, ends there.
-        every: the steps from one such transfer to the next; 1 where each step has it.
-        first: the first step after which it leaves, modulo ``every``.
-        delay: the steps for which it travels.
 
     Raises:
-        PlanError: no such kind, a negative size, or steps that it cannot have.
+        PlanError: no such kind, or a negative size.
     """
 
     kind: str
@@ -132,9 +129,6 @@ class Transfer:
     axes: str = ""
     late: bool = False
     wire: str = ""
-    every: int = 1
-    first: int = 0
-    delay: int = 0
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
@@ -145,13 +139,6 @@ class Transfer:
             raise schedule_refusals.bad_program(
                 [f"{self.kind}: {self.sent} bytes sent, {self.staging} staged; both must be >= 0"]
             )
-        if not 0 <= self.first < self.every > self.delay >= 0:
-            steps = f"every={self.every} first={self.first} delay={self.delay}"
-            raise schedule_refusals.bad_program([f"{self.kind}: {steps}; first and delay must be from 0 to every - 1"])
-
-    def held(self, step: int) -> bool:
-        """Tell whether a transfer between steps is under way in a step or, without a delay, after it."""
-        return (step - self.first - bool(self.delay)) % self.every < max(self.delay, 1)
 
     @property
     def spent(self) -> bool:
@@ -162,6 +149,34 @@ class Transfer:
     def row(self) -> Kind:
         """Its row of the table."""
         return KINDS[self.kind]
+
+
+@dataclass(frozen=True, slots=True)
+class PeriodicTransfer(Transfer):
+    """A transfer between steps: it leaves after some of them, and travels while the next ones run.
+
+    Args:
+        every: the steps from one to the next.
+        first: the first step after which it leaves, modulo ``every``.
+        delay: the steps for which it travels.
+
+    Raises:
+        PlanError: as a transfer, or steps that it cannot have.
+    """
+
+    every: int = 1
+    first: int = 0
+    delay: int = 0
+
+    def __post_init__(self) -> None:
+        Transfer.__post_init__(self)
+        if not 0 <= self.first < self.every > self.delay >= 0:
+            steps = f"every={self.every} first={self.first} delay={self.delay}"
+            raise schedule_refusals.bad_program([f"{self.kind}: {steps}; first and delay must be from 0 to every - 1"])
+
+    def held(self, step: int) -> bool:
+        """Tell whether it is under way in a step or, without a delay, after it."""
+        return (step - self.first - bool(self.delay)) % self.every < max(self.delay, 1)
 
 
 def started(op: str) -> Kind | None:
