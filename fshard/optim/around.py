@@ -26,7 +26,8 @@ class ema(Inner):  # noqa: N801 - reads as the function it is in a train script
 
     Each rank averages what it holds, right after the update, in float32. The average starts as the first parameters.
     It is read as ``state.opt_state["ema"]``, a tree like ``state.params``; ``fs.averaged(state)`` is a state for eval
-    steps whose parameters are the average (Polyak and Juditsky, 1992; as ``torch.optim.swa_utils`` does).
+    steps whose parameters are the average (Polyak and Juditsky, 1992). It begins with the first parameters;
+    ``torch.optim.swa_utils`` begins with those after the first update that it is told of.
 
     Args:
         opt: the optimizer.
