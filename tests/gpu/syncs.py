@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 import fshard as fs
-from fshard.parts import readings
-from fshard.runtime.steps import consensus
+from fshard.runtime.steps import readings
 from tests.device.waits import KINDS, going
 from tests.gpu.models import TINY, Size, job, rows
 from tests.gpu.place import Found, Place
@@ -72,7 +71,7 @@ def _steps(mesh: fs.Mesh, size: Size, options: dict[str, Any]) -> Callable[[int]
 def watched(place: Place) -> Iterator[list[int]]:
     """Inside, a wait for the device is an error, but in the consensus. Its reads are noted."""
     reads: list[int] = []
-    reading = consensus.read
+    reading = readings.read
 
     def read(values: Sequence[Tensor | float]) -> Iterator[float]:
         reads.append(len(values))
@@ -83,8 +82,7 @@ def watched(place: Place) -> Iterator[list[int]]:
             _watch(place, "error")
 
     with pytest.MonkeyPatch.context() as change:
-        for module in (consensus, readings):
-            change.setattr(module, "read", read)
+        change.setattr(readings, "read", read)
         place.synchronize()
         _watch(place, "error")
         try:

@@ -109,12 +109,12 @@ def test_lanes_that_are_not_waited_for_are_seen(tmp_path: Path, monkeypatch: pyt
 
 
 def test_a_second_read_of_the_device_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from fshard.runtime.steps import consensus
+    from fshard.runtime.steps import consensus, readings
 
     real = consensus.tally
 
     def twice(*args: object) -> object:
-        consensus.read([1.0])
+        readings.read([1.0])
         return real(*args)  # type: ignore[arg-type]
 
     monkeypatch.setattr("fshard.runtime.steps.protocol.tally", twice)

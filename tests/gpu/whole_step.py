@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 import fshard as fs
-from fshard.runtime.steps import consensus
+from fshard.runtime.steps import readings
 from tests.gpu.models import TINY, Job, Size, alone, job, rows
 from tests.gpu.place import Clock, Found, Place
 
@@ -87,6 +87,6 @@ def unread(step: Any) -> Iterator[list[list[Tensor]]]:
         return iter([1.0] * len(values))
 
     with pytest.MonkeyPatch.context() as change:
-        change.setattr(consensus, "read", read)
+        change.setattr(readings, "read", read)
         change.setitem(vars(step), "_randomness", lambda *args: nullcontext())
         yield kept

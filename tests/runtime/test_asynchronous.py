@@ -24,7 +24,7 @@ from fshard.runtime.comm import COLLECTIVES, processes
 from fshard.runtime.comm.device_streams import Stream
 from fshard.runtime.comm.nccl import NcclCommunicator
 from fshard.runtime.comm.processes import ProcessTransport
-from fshard.runtime.steps import consensus as device
+from fshard.runtime.steps import readings as device
 from tests.shared.summed import Summed
 
 

@@ -14,8 +14,7 @@ import fshard as fs
 from fshard import P
 from fshard.errors import PlanError
 from fshard.schedule import Op
-from fshard.schedule.costs import Costs
-from fshard.schedule.link import Link
+from fshard.schedule.costs import Costs, Link
 from fshard.schedule.simulate import measured, simulate
 from tests.shared.workers import Pools
 

@@ -24,7 +24,7 @@ from fshard.runtime.comm.device_streams import Stream
 from fshard.runtime.comm.nccl import NcclCommunicator
 from fshard.runtime.comm.processes import ProcessTransport
 from fshard.runtime.comm.watchdog import Watchdog
-from fshard.runtime.steps import consensus
+from fshard.runtime.steps import readings
 from tests.shared.workers import Pools
 
 HANG = 20.0
@@ -276,7 +276,7 @@ def lost() -> tuple[str, float, str]:
             device.read()
             return iter([0.0] * len(values))
 
-        change.setattr(consensus, "read", read)
+        change.setattr(readings, "read", read)
         began, said = time.monotonic(), []
         for _ in range(2):
             try:

@@ -10,8 +10,7 @@ import fshard as fs
 from fshard import P
 from fshard.errors import PlanError, ScheduleError
 from fshard.schedule import Policy, check, parse
-from fshard.schedule.costs import Costs
-from fshard.schedule.link import Link
+from fshard.schedule.costs import Costs, Link
 from fshard.schedule.simulate import simulate
 from tests.shared.workers import Pools
 from tests.training.wire_cases import LR, STEPS, batch, loss_fn, start
