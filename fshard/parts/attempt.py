@@ -42,10 +42,8 @@ def tallied(replay: Replay, result: FunctionResult | None, end: End) -> Attempt:
     if result is None or end.status != OK:
         return Attempt(end, None)
     try:
-        returned = returned_values(result.metrics)
         updates = [each for final in result.finals for each in final.updates]
-        sums, copies = replay.tally(updates, returned.reading())
-        return Attempt(end, result, sums, copies, returned.told[0])
+        return Attempt(end, result, *replay.tally(updates, returned_values(result.metrics)))
     except torch.AcceleratorError:  # the device is lost, and those of other ranks wait for it
         raise
     except Exception as error:  # a device reports late what went wrong there

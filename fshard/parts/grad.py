@@ -18,7 +18,7 @@ from fshard.parts.step_values import PART, running_of
 from fshard.played.everywhere import made_on_each_rank
 from fshard.runtime.comm import collective_call
 from fshard.runtime.engine.rng import seeded
-from fshard.runtime.execution import Shard, Shards, Shield, Update
+from fshard.runtime.execution import HELD_LOCALLY, Shard, Shards, Shield, Update, held_back
 from fshard.runtime.steps import (
     Outcome,
     PassSpec,
@@ -130,7 +130,8 @@ class ValueAndGrad(OneFunction):
         shards = complete(state, self.plan.mesh).shards() if state.stale else state.shards()
         if state.pending is not None:  # its schedule updates the groups that it trains; the others are due now
             waiting = list(state.pending.waiting)
-            state.pending.apply(shards, [group for group in waiting if not self.read.groups[group].trainable])
+            with held_back(HELD_LOCALLY):
+                state.pending.apply(shards, [group for group in waiting if not self.read.groups[group].trainable])
         mesh, rule, within = self.plan.mesh, self.spec.loss_scale, state.memory.origin is not None
 
         part = mesh.index(self.plan.data_axes)
@@ -173,13 +174,10 @@ class ValueAndGrad(OneFunction):
 
     def _made(self, batch: Any, request: Callable[[Shield], StepRequest]) -> tuple[Any, dict[str, Any]]:
         """Run the function on its own schedule."""
-        with Shield() as shield:
+        with held_back() as shield:
             with bind(self.plan.mesh, self.plan.data_axes):
                 outcome = self._runner.run(request(shield))
-            result = self._result(outcome)
-        if shield.late is not None:
-            raise shield.late
-        return result
+            return self._result(outcome)
 
     def _result(self, outcome: Outcome) -> tuple[Any, dict[str, Any]]:
         verdict, aux, total = outcome.verdict, outcome.measured.aux, outcome.measured.losses[0][0]

@@ -21,6 +21,7 @@ from fshard.parts.step_values import Bank, Number, RunningFlat, RunningMemory, S
 from fshard.parts.told_rates import check_rates, told_rate
 from fshard.runtime.engine.batch import check_detached, check_device, check_even, microbatches, signature
 from fshard.runtime.engine.loss_result import Mean, as_means, means_of
+from fshard.runtime.engine.plain_values import PlainTold, PlainValues
 from fshard.runtime.engine.proxies import Mispredicted
 from fshard.runtime.execution import Shard, Shards, partly_updated
 from fshard.runtime.execution.executor import Scheduled
@@ -29,7 +30,7 @@ from fshard.runtime.memory.allocation import deallocate
 from fshard.runtime.steps import PassSpec
 from fshard.runtime.steps.consensus import joint_norm, root
 from fshard.runtime.steps.passes import Passes
-from fshard.runtime.steps.readings import Reading, answers, pair, squares
+from fshard.runtime.steps.readings import Reading, answers, pair, plain, squares
 from fshard.runtime.steps.records import PassResult
 from fshard.schedule.ops import LOCAL, ROOT
 from fshard.sharding.mesh import Mesh
@@ -350,8 +351,8 @@ class Replay(Composition):
         rows: list[list[int]] = gather(Ranks(mesh, mesh.axis_names), torch.tensor(row, device=mesh.device))().tolist()
         return rows
 
-    def tally(self, updates: Sequence[Updated], plain: Reading) -> tuple[list[float], list[float]]:
-        """The numbers of this rank that are summed, in the order in which ``Numbers`` reads it; and marks of copies."""
+    def tally(self, updates: Sequence[Updated], values: PlainValues) -> tuple[list[float], list[float], PlainTold]:
+        """The numbers of this rank that are summed, as ``Numbers`` reads them; marks of copies; and plain values."""
         readings: list[Reading] = []
         for ran in self.ran:
             readings += [_total(ran), *_mean_totals(ran)]
@@ -360,8 +361,9 @@ class Replay(Composition):
                 self.step.passes[updated.grads.number].actions.gradients.arrive()
             readings += [Reading(told_rate(updated.lr), list), squares(updated.part.rule_norms(updated.grads))]
             self._mark("gradients", updated.grads)
-        *summed, copies, _ = answers([*readings, Reading(self.marks.values(self.step.copied), list), plain])
-        return [number for each in summed for number in each], copies
+        marks = Reading(self.marks.values(self.step.copied), list)
+        *summed, copies, told = answers([*readings, marks, plain(values)])
+        return [number for each in summed for number in each], copies, told
 
     def replaced(self, memory: RunningMemory, params: Any) -> RunningMemory:
         """A state of this step with other parameters, of which ranks compare copies."""

@@ -18,7 +18,7 @@ from fshard.runtime.engine.plain_values import PlainTold, PlainValues, is_float,
 from fshard.runtime.steps import scalar, widened
 from fshard.runtime.steps.batch_rows import uneven_rows
 from fshard.runtime.steps.consensus import OK, Columns, JointRow, check_equal, columns_of, exchange_row, unequal
-from fshard.runtime.steps.readings import Reading, read
+from fshard.runtime.steps.readings import answers, plain
 from fshard.state.flat import Flat, mark_of
 from fshard.training.metrics import like_float
 
@@ -26,30 +26,9 @@ FLOATS = 16
 """Floats that travel in the row that ends a step. More take an exchange of their own."""
 
 
-class Returned(NamedTuple):
-    """The plain values that a step function returned on this rank.
-
-    Attributes:
-        values: the values.
-        told: what is made of them when they are read.
-    """
-
-    values: PlainValues
-    told: list[PlainTold]
-
-    def reading(self) -> Reading:
-        """Their numbers, of which ``told`` is made."""
-
-        def made(numbers: Sequence[float]) -> list[float]:
-            self.told[:] = [self.values.told(iter(numbers))]
-            return []
-
-        return Reading(self.values.unread, made)
-
-
-def returned_values(metrics: Any) -> Returned:
+def returned_values(metrics: Any) -> PlainValues:
     """The plain values of what a step function returned beside its states."""
-    return Returned(plain_values([tree.mapped(_opened, metrics)], "metrics"), [])
+    return plain_values([tree.mapped(_opened, metrics)], "metrics")
 
 
 class _Known:
@@ -118,8 +97,7 @@ def exchanged(control: Communicator, metrics: Any) -> Any:
         LossError: plain values that must be equal differ; on all ranks alike.
     """
     mark_own([leaf for leaf in tree.leaves(metrics) if mark_of(leaf) is not None])
-    values = returned_values(metrics).values
-    mine = values.told(read(values.unread))
+    (mine,) = answers([plain(returned_values(metrics))])
     if control.size == 1:
         return with_floats(metrics, mine.floats)
     row = exchange_row(control, OK, plain_columns(mine))

@@ -246,8 +246,7 @@ class StepRunner:
                 result, end = self._run(replay, executor, given, shield)
                 attempt, verdict = executor.consensus(lambda: self._decided(replay, executor, result, end, uneven))
         finally:
-            device = self.plan.mesh.device.type
-            self.latest = Latest(step.schedule, executor.record, executor.times, device=device)
+            self.latest = Latest(step.schedule, executor.record, executor.times)
             for prepared in step.passes:
                 prepared.actions.stop()
         for state in given.states:
@@ -294,7 +293,7 @@ class StepRunner:
             if state.pending is not None and not due.issuperset(state.pending.waiting):
                 state.applied()
             updates.append(Update(state.shards(), state.pending, {}))
-        executor = Scheduled(step.route, step.actions, shield, observers_of(self.plan.mesh, len(step.schedule)))
+        executor = Scheduled(step.route, step.actions, shield, observers_of(self.plan.mesh))
         replay.begin(given.states, executor)
         for version, (_, origin) in enumerate(step.recorded.versions):
             for actions in step.of_version(version) if origin is not None else ():

@@ -21,7 +21,7 @@ from fshard.parts.step_values import PART, running_of
 from fshard.parts.update_metrics import UpdateMetrics
 from fshard.played.everywhere import made_on_each_rank
 from fshard.runtime.comm import Facts, collective_call, digest, mesh_communicator, refuse_nested
-from fshard.runtime.execution import Gradients, PendingUpdate, Several, parts_of
+from fshard.runtime.execution import Gradients, PendingUpdate, Several, held_back, parts_of
 from fshard.runtime.memory.memory_spaces import update_stagings
 from fshard.runtime.memory.norms import norms_of, share_of
 from fshard.runtime.memory.optimizer_layout import UpdateSlice
@@ -84,8 +84,7 @@ class UpdateStep:
         self._made: tuple[Flat, object, Gradients] | None = None  # the latest gradients
 
     def __repr__(self) -> str:
-        what = "" if self.only is None else f" of {self.only!r}"
-        return f"<update{what} by {self.updating.opt.opt!r}>"
+        return f"<update{'' if self.only is None else f' of {self.only!r}'} by {self.updating.opt.opt!r}>"
 
     __reduce__ = not_copied
 
@@ -116,7 +115,8 @@ class UpdateStep:
         if (running := running_of(state)) is not None:
             found: tuple[TrainState, UpdateMetrics] = running.update(self, state, grads, lr)
             return found
-        return self._alone(state.here, grads, lr)
+        with held_back():
+            return self._alone(state.here, grads, lr)
 
     def _alone(self, state: TrainState, grads: Any, lr: LearningRate) -> tuple[TrainState, UpdateMetrics]:
         """Update outside of a step: two exchanges of its own."""

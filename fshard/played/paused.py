@@ -47,6 +47,9 @@ class PausedScheduler(Scheduler):
     def end(self, at: int, op: Op) -> None:
         """Nothing follows the end of an op."""
 
+    def end_run(self) -> None:
+        """Nothing follows the end of a run, either."""
+
     def idle(self) -> bool:
         """Tell whether all ranks that still run have stopped before an op that may not begin."""
         running = [thread for thread in self.threads if not thread.ended]

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field, replace
 from statistics import median
 from typing import Any, Protocol
 
-from fshard.arguments import expect
+from fshard.arguments import described, expect
 from fshard.errors import PlanError
 from fshard.reading.texts import read_json
 from fshard.schedule import schedule_refusals
@@ -74,7 +74,7 @@ class MeasuredRun(Protocol):
 
     @property
     def clock(self) -> str | None:
-        """The type of the device whose host has timed it; None if nobody has."""
+        """The type of the device, if the run was timed; None for a simulation."""
 
 
 @dataclass(frozen=True)
@@ -223,9 +223,14 @@ def _check_runs(runs: Sequence[MeasuredRun]) -> None:
     Raises:
         PlanError: no run, a simulation, runs of several schedules, or times of a device that runs behind its host.
     """
-    way = "give step.measured of some steps of one schedule"
-    if not runs or any(run.clock is None for run in runs):
-        raise PlanError(f"Costs.of: {'no run' if not runs else 'a simulation, whose times nobody measured'}: {way}")
+    way = "give step.measured of some steps of one schedule, Costs.of(*runs)"
+    if not runs:
+        raise PlanError(f"Costs.of: no run was given: {way}")
+    for run in runs:
+        if not hasattr(run, "clock"):
+            raise PlanError(f"Costs.of: {described(run)} is no measured run: {way}")
+        if run.clock is None:
+            raise PlanError(f"Costs.of: the times of a simulation were not measured: {way}")
     if any(run.schedule != runs[0].schedule for run in runs):
         raise PlanError(f"Costs.of: the runs are of several schedules: {way}")
     late = next((run.clock for run in runs if run.clock not in TIMED), None)

@@ -42,7 +42,7 @@ class Simulation:
         host: the seconds of the step before its first op and after its last.
         rank: the rank that this is: the one that ends last.
         by_rank: when each rank ends; empty where all are alike.
-        clock: the type of the device whose host has timed this, if it was measured; None if it was simulated.
+        clock: the type of the device, if this was measured by the clock of its host; None for a simulation.
 
     >>> import fshard as fs, torch
     >>> params = {"w": torch.empty(64, 64, device="meta")}

@@ -133,6 +133,8 @@ class Transfer:
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
             raise schedule_refusals.bad_program([f"{self.kind!r} is not a kind of transfer: {', '.join(KINDS)}"])
+        if self.row.stage == "between" and not isinstance(self, PeriodicTransfer):
+            raise schedule_refusals.bad_program([f"{self.kind}: it runs between steps: give a PeriodicTransfer"])
         if any(mark.isspace() for mark in self.wire):
             raise schedule_refusals.bad_program([f"{self.kind}: {self.wire!r} is not the name of a wire format"])
         if min(self.sent, self.staging) < 0:

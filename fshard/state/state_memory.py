@@ -11,7 +11,7 @@ from torch import Tensor
 from fshard import tree
 from fshard.arguments import described
 from fshard.errors import DonatedError, StateError, TreeError, lines
-from fshard.runtime.execution import PendingUpdate, Several, Shard, Shards, held_back
+from fshard.runtime.execution import HELD_LOCALLY, PendingUpdate, Several, Shard, Shards, held_back
 from fshard.runtime.memory import BufferLayout, keep, memory_space, values_of
 from fshard.sharding.layout import Group
 from fshard.sharding.plan import Plan
@@ -194,7 +194,7 @@ class StateMemory:
         """The shards, with no update waiting. Local: what other ranks update may still be missing."""
         shards = self.shards(step)
         if self.pending is not None:
-            with held_back():  # an update that was applied, and still seems to wait, would be applied twice
+            with held_back(HELD_LOCALLY):  # an update that was applied, and still seems to wait, would be applied twice
                 if self.lent:
                     self._shards = shards = shards.clone()
                 self.pending.finish(shards)

@@ -11,7 +11,7 @@ from fshard.collectives.scope import bind
 from fshard.model.precision import Precision
 from fshard.played.everywhere import made_on_each_rank
 from fshard.runtime.comm import collective_call
-from fshard.runtime.execution import Shield
+from fshard.runtime.execution import held_back
 from fshard.runtime.steps import PassSpec, Programs, Runner, StepRequest, make_programs, refuse_transforms
 from fshard.runtime.steps.step_options import RunOptions, read_running
 from fshard.schedule.auto import Auto
@@ -74,13 +74,11 @@ class EvalStep(OneFunction):
         if (running := getattr(state.memory, "running", None)) is not None:  # a step function of which this is a part
             return running.evaluate(self, state, batch)
         state.check_plan(self.plan)
-        with Shield() as shield:
+        with held_back() as shield:
             facts = functools.partial(self._equal.of, state)
             shards = complete(state, self.plan.mesh).finished()
             result = self._evaluate(StepRequest(batch, shards, shield, facts=facts))
-        state.memory.note_compared()
-        if shield.late is not None:
-            raise shield.late
+            state.memory.note_compared()
         return result
 
     def _evaluate(self, request: StepRequest) -> Any:

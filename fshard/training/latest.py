@@ -16,10 +16,15 @@ from fshard.schedule.ops import Op
 from fshard.schedule.schedule import Schedule
 from fshard.schedule.simulate import Simulation, measured
 from fshard.schedule.step_trace import Trace
+from fshard.sharding.plan import Plan
 
 
 class Runs(Protocol):
     """A runner of steps."""
+
+    @property
+    def plan(self) -> Plan:
+        """The plan."""
 
     @property
     def latest(self) -> Latest:
@@ -76,7 +81,7 @@ class LatestRun:
         times = self._runner.latest.times
         if not times or self.record != self.schedule.ops:
             raise PlanError("nothing was measured: the latest run left its schedule, was made on demand, or is to come")
-        return measured(self.schedule, times, device=self._runner.latest.device)
+        return measured(self.schedule, times, device=self._runner.plan.mesh.device.type)
 
 
 class OneFunction(LatestRun):

@@ -192,8 +192,9 @@ def test_costs_of_another_format_are_refused(tmp_path: Path) -> None:
     [
         (lambda: Link(0.0), "bytes_per_s=0.0 is not positive"),
         (lambda: Link(latency=math.nan), "latency=nan"),
-        (lambda: Costs.of(), "no run: give step.measured"),
-        (lambda: Costs.of(simulate(over(), Costs())), "a simulation, whose times nobody measured"),
+        (lambda: Costs.of(), "no run was given: give step.measured"),
+        (lambda: Costs.of([run(over())]), "a list is no measured run: give step.measured .* Costs.of"),  # type: ignore[arg-type]
+        (lambda: Costs.of(simulate(over(), Costs())), "the times of a simulation were not measured"),
         (lambda: Costs.of(run(over()), run(over(2))), "of several schedules"),
         (lambda: Costs.of(run(over(), "cuda")), "runs ahead of a device of type cuda"),
         (lambda: Costs(host=-1.0), "host=-1.0"),

@@ -139,6 +139,7 @@ def test_the_documentation_has_a_row_for_each_kind() -> None:
     [
         (lambda: Transfer("gather", "state", "param"), ["'gather' is not a kind of transfer", "all_gather"]),
         (lambda: Transfer("all_gather", "state", "param", sent=-1), ["all_gather: -1 bytes sent"]),
+        (lambda: Transfer("exchange", "state", "state"), ["exchange: it runs between steps: give a PeriodicTransfer"]),
         (
             lambda: GroupInfo("a", 1, 1, 1, True, [Transfer(kind, "x", "y") for kind in ("offload", "reduce_scatter")]),  # type: ignore[arg-type]
             ["group 'a': offload, reduce_scatter; the order is update_gather, all_gather, regather, reduce_scatter"],

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fshard as fs
-from fshard.runtime.steps.consensus import MEANS, consensus, tally
+from fshard.runtime.steps.consensus import MEANS, consensus, exchange_row, tally
 from fshard.runtime.steps.readings import read
 from tests.shared.workers import Pools
 
@@ -94,3 +94,23 @@ def averaged(mine: Any) -> Any:
     """On a played rank: the verdict."""
     mesh = fs.make_mesh((2,), ("any",))
     return consensus(mesh.transport.communicator("control", mesh.axis_names), mine, 2, 1, 2.0)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_row_has_each_number_by_its_name(size: int) -> None:
+    """Ranks bring other counts of numbers, and all of them have room for as many."""
+    mesh = fs.virtual_mesh((size,), ("any",))
+
+    def on_a_rank() -> Any:
+        comm, rank = mesh.transport.communicator("control", mesh.axis_names), mesh.rank
+        row = exchange_row(comm, rank, {"a": ([1.0] * rank, 2), "none": ((), 0), "b": ([1e308, float(rank)], 2)})
+        return row.status, row.told("a"), row.told("none"), row.summed("a"), row.summed("b")
+
+    found = mesh.run(on_a_rank)
+    assert all(each == found[0] for each in found)
+    status, a, none, sums, large = found[0]
+    assert status == tuple(range(size)) and [*map(list, a)] == [
+        [float(at < rank) for at in range(2)] for rank in range(size)
+    ]
+    assert [*map(list, none)] == [[]] * size and sums == [float(size - 1), 0.0]
+    assert large == [1e308 * size, float(size - 1)], "a sum that no float holds is infinite, and no error"

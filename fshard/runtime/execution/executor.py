@@ -115,6 +115,8 @@ class Scheduled:
         """Perform the last op of a training step, or end an evaluation, whose schedule has no such op."""
         found = self._perform(run) if self.end < len(self.ops) else run()
         self.times.append(perf_counter())
+        for observer in self.observers:
+            observer.end_run()
         return found
 
     def _run_to(self, position: int) -> None:

@@ -18,17 +18,19 @@ from fshard.torch_internals import profiler_enabled
 class OpNotes:
     """Notes each op in a mapped file before it runs."""
 
-    def __init__(self, mapped: MappedFile, last: int) -> None:
-        self.mapped, self.last = mapped, last
+    def __init__(self, mapped: MappedFile) -> None:
+        self.mapped = mapped
 
     def begin(self, at: int, op: Op) -> None:
         """Note the op."""
         self.mapped.note(at)
 
     def end(self, at: int, op: Op) -> None:
-        """Note that the step is over, after its last op."""
-        if at == self.last:
-            self.mapped.note(OVER)
+        """The next op is noted when it begins."""
+
+    def end_run(self) -> None:
+        """Note that the rank is between two runs."""
+        self.mapped.note(OVER)
 
 
 class ProfilerRanges:
@@ -48,6 +50,9 @@ class ProfilerRanges:
             self.range.__exit__(None, None, None)
             self.range = None
 
+    def end_run(self) -> None:
+        """All ranges are closed."""
+
 
 def flight_of(mesh: Mesh) -> Flight | None:
     """The flight recorder of this rank; None on a mesh without processes."""
@@ -63,16 +68,12 @@ def begin(mesh: Mesh, executor: Scheduled | OnDemand) -> None:
         flight.begin(executor.route.schedule, executor.record, executor.times)
 
 
-def observers_of(mesh: Mesh, ops: int) -> tuple[Observer, ...]:
+def observers_of(mesh: Mesh) -> tuple[Observer, ...]:
     """The observers of a run on this rank.
 
     Ops are noted in a mapped file where ``FSHARD_RECORD`` asked for that when the mesh was made. While torch.profiler
     is on, or ``torch.autograd.profiler.emit_nvtx``, each of them is a range.
-
-    Args:
-        mesh: the mesh.
-        ops: how many ops the schedule has.
     """
     flight = flight_of(mesh)
-    notes = (OpNotes(flight.mapped, ops - 1),) if flight is not None and flight.mapped is not None else ()
+    notes = (OpNotes(flight.mapped),) if flight is not None and flight.mapped is not None else ()
     return (*notes, ProfilerRanges()) if profiler_enabled() else notes

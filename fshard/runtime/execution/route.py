@@ -28,13 +28,19 @@ class ScheduleActions(Protocol):
 
 
 class Observer(Protocol):
-    """Is told of the ops that an executor runs, by their numbers in the schedule. They do not overlap."""
+    """Is told of the ops that an executor runs, by their numbers in the schedule.
+
+    Ops do not overlap. Updates that are made together begin one after the other, and the last of them has their time.
+    """
 
     def begin(self, at: int, op: Op) -> None:
         """An op is about to run."""
 
     def end(self, at: int, op: Op) -> None:
-        """It is over, or has failed. A compute op is over where another op begins, or nothing is left to issue."""
+        """The op is over, or has failed. A compute op is over where another op begins, or nothing is left to issue."""
+
+    def end_run(self) -> None:
+        """The run is over on all ranks: after its last exchange, which is no op of an evaluation."""
 
 
 @dataclass(frozen=True)

@@ -8,14 +8,17 @@ lets them through where the loss function runs, where an exception is a failure 
 import _signal  # type: ignore[import-not-found]  # ``signal`` looks each handler up in an enum: 1 % of a small step
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Self
 
 from fshard.tracebacks import hide
 
-HELD = (signal.SIGINT, signal.SIGTERM, signal.SIGALRM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
-"""The signals whose handlers may raise."""
+HELD = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+"""The signals that wait for a step. SIGALRM does not: it ends what takes too long."""
+
+HELD_LOCALLY = (*HELD, signal.SIGALRM)
+"""The signals that wait for work which waits for no other rank."""
 
 ENOUGH = 3
 """A signal that comes for the third time is let through wherever the step is: somebody wants out of a wait."""
@@ -30,14 +33,15 @@ class Shield:
 
     Args:
         late: what a handler raised when it was too late for the step before; it is raised in this one.
+        numbers: the signals.
 
     Attributes:
         open: whether a handler may raise now.
         late: what is still to be raised.
     """
 
-    def __init__(self, late: BaseException | None = None) -> None:
-        self.open, self.late = False, late
+    def __init__(self, late: BaseException | None = None, numbers: Sequence[int] = HELD) -> None:
+        self.open, self.late, self.numbers = False, late, numbers
         self.kept: dict[int, Callable[[int, Any], Any]] = {}
         self.held: list[int] = []
         self.count = 0
@@ -49,7 +53,7 @@ class Shield:
             self.rank = thread
             thread.shields += 1
         elif thread is threading.main_thread():
-            for number in HELD:
+            for number in self.numbers:
                 handler = _signal.getsignal(number)
                 if callable(handler):
                     self.kept[number] = handler
@@ -116,9 +120,9 @@ class Shield:
 
 
 @contextmanager
-def held_back() -> Iterator[None]:
-    """Hold signals back for a moment of work that must not stop half way: their handlers run when it is over."""
-    with Shield() as shield:
-        yield
+def held_back(numbers: Sequence[int] = HELD) -> Iterator[Shield]:
+    """Hold signals back while what is inside must not stop half way. What their handlers raise is raised after it."""
+    with Shield(numbers=numbers) as shield:
+        yield shield
     if shield.late is not None:
         raise shield.late

@@ -13,7 +13,7 @@ from torch import Tensor
 from fshard.runtime.comm import Communicator, exchange, exchange_bytes
 from fshard.runtime.engine.loss_result import Mean, fingerprint, means_of, no_aux
 from fshard.runtime.engine.plain_values import FLOAT, PlainTold, PlainValues, alike, mean_of, plain_values
-from fshard.runtime.steps.readings import Reading, RuleNorms, answers, exact_sum, pair, squares
+from fshard.runtime.steps.readings import RuleNorms, answers, exact_sum, pair, plain, squares
 from fshard.runtime.steps.step_refusals import unlike_losses, unlike_values
 
 OK, FAILED, RETRY, CUT, STARVED = 0, 1, 2, 3, 4
@@ -121,25 +121,13 @@ def tally(
         weighted: whether the loss is an ``fs.Mean``.
         stop: whether this rank asks all ranks to stop.
     """
-    means, named, plain = _named_means(aux)
-    held: list[PlainTold] = []
-
-    def read_plain(numbers: Sequence[float]) -> list[float]:
-        held.append(plain.told(iter(numbers)))
-        return []
-
-    norm, by_rule, loss, *rest = answers(
-        [
-            squares([norms]),
-            squares(rules),
-            pair(losses),
-            *[pair([(mean.total, mean.count) for mean in row]) for row in means],
-            Reading(plain.unread, read_plain),
-        ]
+    means, named, values = _named_means(aux)
+    of_means = [pair([(mean.total, mean.count) for mean in row]) for row in means]
+    (sumsq,), by_rule, (total, count), *summed, told = answers(
+        [squares([norms]), squares(rules), pair(losses), *of_means, plain(values)]
     )
-    summed = tuple([number for each in rest[:-1] for number in each])
-    (sumsq,), (total, count) = norm, loss
-    return Tally(OK, sumsq, total, count, weighted, named, stop, tuple(by_rule), summed, held[0])
+    flat = tuple([number for each in summed for number in each])
+    return Tally(OK, sumsq, total, count, weighted, named, stop, tuple(by_rule), flat, told)
 
 
 def _named_means(aux: Sequence[Any]) -> tuple[list[list[Mean]], tuple[int, int], PlainValues]:

@@ -157,11 +157,8 @@ class Runner:
     def _executor(self, prepared: Prepared, given: StepRequest) -> Scheduled | OnDemand:
         if prepared.route is not None:
             prepared.actions.start(given.shards, given.update, self.in_backward, given.accumulated, given.feedback)
-            observers = observers_of(self.plan.mesh, len(prepared.route.schedule))
-            executor = Scheduled(prepared.route, prepared.actions, given.shield, observers)
-            self.latest = Latest(
-                prepared.route.schedule, executor.record, executor.times, prepared, device=self.plan.mesh.device.type
-            )
+            executor = Scheduled(prepared.route, prepared.actions, given.shield, observers_of(self.plan.mesh))
+            self.latest = Latest(prepared.route.schedule, executor.record, executor.times, prepared)
             return executor
         control, reads = self.programs.comms.control, prepared.engine.units.reads
         on_demand = OnDemand(

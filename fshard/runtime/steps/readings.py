@@ -1,14 +1,15 @@
-"""Numbers that a rank tells the others of a step, some of which lie on a device: one read of it for all of them."""
+"""Readings: a rank reads its device once for all numbers that it tells the others of a step."""
 
 import itertools
 import math
 import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from fshard.runtime.engine.plain_values import PlainValues
 from fshard.runtime.memory.norms import DTYPE
 
 RuleNorms = Sequence[tuple[float, Tensor]]
@@ -19,13 +20,13 @@ class Reading(NamedTuple):
     """Numbers, some of them on a device, and what is made of them once they are read."""
 
     values: Sequence[Tensor | float]
-    made: Callable[[Sequence[float]], Sequence[float]]
+    made: Callable[[Sequence[float]], Any]
 
 
-def answers(readings: Sequence[Reading]) -> list[list[float]]:
-    """The numbers that are made of each reading, by one read of each device: the only wait of a step for its device."""
+def answers(readings: Sequence[Reading]) -> list[Any]:
+    """The results of readings, by one read of each device: the only wait of a step for its device."""
     numbers = read([value for each in readings for value in each.values])
-    return [[*each.made([*itertools.islice(numbers, len(each.values))])] for each in readings]
+    return [each.made([*itertools.islice(numbers, len(each.values))]) for each in readings]
 
 
 def pair(parts: Iterable[tuple[Tensor | float, Tensor | float]]) -> Reading:
@@ -42,6 +43,11 @@ def squares(rules: Sequence[RuleNorms]) -> Reading:
         return [exact_sum([share * norm * norm for share, norm in zip(rule, norms, strict=False)]) for rule in shares]
 
     return Reading([norm for rule in rules for _, norm in rule], made)
+
+
+def plain(values: PlainValues) -> Reading:
+    """Plain values, which become ``PlainTold``."""
+    return Reading(values.unread, lambda numbers: values.told(iter(numbers)))
 
 
 def exact_sum(values: Sequence[float]) -> float:

@@ -127,7 +127,6 @@ class Latest:
         times: when each of them began, and when the last one was over.
         prepared: the program that ran.
         apart: the reason why a step function ran part by part; empty if it did not.
-        device: the type of the device, behind which the host may run.
     """
 
     schedule: Schedule | None = None
@@ -135,4 +134,3 @@ class Latest:
     times: Sequence[float] = field(default=(), repr=False)
     prepared: Prepared | None = field(default=None, repr=False)
     apart: str = ""
-    device: str = "cpu"
