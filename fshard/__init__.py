@@ -76,8 +76,8 @@ if TYPE_CHECKING:
     from fshard.generation.score import perplexity
     from fshard.outer_steps.outer_step import outer
     from fshard.parts.grad import value_and_grad
+    from fshard.parts.make_update import make_update
     from fshard.parts.step_function import make_step
-    from fshard.parts.update_part import make_update
     from fshard.played.mapping import shard_map
     from fshard.played.virtual import virtual_mesh
     from fshard.proof.verification import VerifyError
@@ -105,7 +105,7 @@ _LATER = (
     ("fshard.outer_steps.outer_step", "outer"),
     ("fshard.parts.grad", "value_and_grad"),
     ("fshard.parts.step_function", "make_step"),
-    ("fshard.parts.update_part", "make_update"),
+    ("fshard.parts.make_update", "make_update"),
     ("fshard.runtime.engine.stopped", "stop_gradient"),
     ("fshard.played.virtual", "virtual_mesh"),
 )

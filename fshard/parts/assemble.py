@@ -239,8 +239,8 @@ class Assembled:
     @functools.cached_property
     def width(self) -> int:
         """The count of numbers that are summed over ranks at the end of the step."""
-        numbers = sum(2 + 2 * means for means in self.means)
-        return numbers + sum(TOLD + len(update.part.clip.rules) for update in self.recorded.updates)
+        sets: list[int] = [update.part.norms.sets for update in self.recorded.updates]
+        return sum(2 + 2 * means for means in self.means) + sum(TOLD + one for one in sets)
 
     @functools.cached_property
     def copied(self) -> list[Axes]:

@@ -36,6 +36,7 @@ from fshard.parts.step_values import (
     with_memory,
 )
 from fshard.parts.update_metrics import UpdateMetrics
+from fshard.parts.versions import Version, same_leaves
 from fshard.runtime.engine.loss_result import Mean, as_means
 from fshard.runtime.execution import Shards
 from fshard.runtime.memory import values_of
@@ -43,24 +44,9 @@ from fshard.runtime.steps import PassSpec, widened
 from fshard.sharding.mesh import Mesh
 from fshard.sharding.plan import Plan
 from fshard.state.equal import Equal
-from fshard.state.flat import Flat, FlatForm, flat_of, form_of, known_flat, same_layout
+from fshard.state.flat import Flat, FlatForm, flat_of, form_of, known_flat
 from fshard.state.train_state import TrainState
 from fshard.torch_internals import DisableFuncTorch
-
-
-@dataclass(frozen=True, eq=False)
-class Version:
-    """Parameters that passes of a step read.
-
-    Attributes:
-        flat: the parameters.
-        plan: the plan as they are read.
-        given: the number of the state that they are of, if the step was given them.
-    """
-
-    flat: RunningFlat
-    plan: Plan
-    given: int | None = None
 
 
 @dataclass(eq=False)
@@ -182,15 +168,22 @@ class Composition(Unwatched, ABC):
             raise TreeError("a state of the batch is only read: give states that the step updates as its state")
         part.check_state(self.states[before.origin], lr)
         flat = part.fitting(grads)
-        if not isinstance(flat, RunningFlat):  # the update waits, and who made them may write to them
+        if part.every > 1:  # its call adds to them what those before have carried
+            self.chunks(self.given(before.origin))
+            flat = ComputedFlat(self, flat.form, {group: chunk.clone() for group, chunk in flat.chunks.items()})
+        elif not isinstance(flat, RunningFlat):  # the update waits, and who made them may write to them
             flat = Flat(flat.form, {group: chunk.clone() for group, chunk in flat.chunks.items()})
         updated = Updated(before, part, flat, state, lr)
         memory = RunningMemory(self, state.plan, updated, before.origin)
-        norm = Number("norm", updated, 0, part.updating.wide).tensor(self)
+        norm, *more = [
+            Number("norm", updated, at, part.updating.wide).tensor(self) for at in range(len(part.norms.names) + 1)
+        ]
         skipped = torch.tensor(False, device="cpu")
         if part.may_skip:
             skipped = Number("skipped", updated, 0, torch.bool).tensor(self)
-        return with_memory(part.after(state, False), memory), UpdateMetrics(norm, skipped)
+        return with_memory(part.after(state, False), memory), UpdateMetrics(
+            norm, skipped, dict(zip(part.norms.names, more, strict=True))
+        )
 
     def evaluate(self, part: Any, state: TrainState, batch: Any) -> Any:
         """Perform what ``fs.make_eval_step`` made."""
@@ -259,8 +252,14 @@ class Composition(Unwatched, ABC):
 
     def _skips(self, updated: Updated) -> float:
         """Tell whether an update does not happen, by its norm."""
+        part, state = updated.part, updated.state
+        if part.skip is not None:
+            raise PlanError(
+                "make_update(skip=) is asked at the end of the step, and the step function reads metrics.skipped "
+                "before: return it with the metrics, or give skip_norm="
+            )
         self.number(Number("norm", updated, 0, torch.float64))
-        return float(updated.part.skips(updated.state, self.numbers["norm", updated, 0]))
+        return float(part.rule.skips(state.scale, 0.0, self.numbers["norm", updated, 0]))
 
     def apply(self, memory: RunningMemory) -> None:
         """Apply an update that somebody reads, to copies of what it updates."""
@@ -268,7 +267,7 @@ class Composition(Unwatched, ABC):
         assert isinstance(updated, Updated)
         if updated.part.may_skip:
             raise PlanError(
-                "make_update(loss_scale=) and make_update(skip_norm=) know at the end of the step whether the update "
+                "make_update with loss_scale=, skip_norm= or skip= knows at the end of the step whether the update "
                 "happens, and the step function reads the state that it returned before: return that state as it is"
             )
         before = updated.before.flat()
@@ -382,13 +381,6 @@ class Composition(Unwatched, ABC):
     @abstractmethod
     def updated(self, updated: Updated, before: RunningMemory) -> Any:
         """Copies of shards, updated."""
-
-
-def same_leaves(form: FlatForm, plan: Plan) -> bool:
-    """Tell whether trees of a form are trees of all leaves of a plan, with its layout."""
-    if form.plan is plan:
-        return True
-    return form.plan.mesh is plan.mesh and form.order.paths == tuple(plan.leaves) and same_layout(form.plan, plan)
 
 
 def number_of_means(aux: Any) -> int:

@@ -4,28 +4,30 @@ import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+from fshard.errors import NonFiniteError
+from fshard.optim.scaling import Scale
 from fshard.parts.replay import Replay
 from fshard.parts.step_arguments import FunctionResult
 from fshard.parts.step_values import Bank, Number, Updated, number_of
 from fshard.parts.told_rates import TOLD, check_rates
 from fshard.runtime.comm import Communicator
-from fshard.runtime.steps import Verdict, scalar
+from fshard.runtime.steps import scalar
 from fshard.runtime.steps.addresses import where
-from fshard.runtime.steps.consensus import joint_norm, root
+from fshard.runtime.steps.decide import skipped_by
 
 
 class UpdateNumbers(NamedTuple):
     """The numbers of an update.
 
     Attributes:
-        norms: of the sums of gradients, by clipping rule.
+        squares: of the norms of sums of gradients, by set of leaves.
         scale: what these sums are multiplied by.
-        norm: of the gradients.
+        loss: that of their pass; 0 of gradients of no pass.
     """
 
-    norms: Sequence[float]
+    squares: Sequence[float]
     scale: float
-    norm: float
+    loss: float
 
 
 class Numbers:
@@ -45,62 +47,76 @@ class Numbers:
             self.losses.append((next(found), next(found)))
             pairs = [(next(found), next(found)) for _ in range(means)]
             self.means.append([total / count if count else total * math.inf for total, count in pairs])
+        self.refused: list[Updated] = []  # those that ``skip=`` says no to
         self.updates = [update for final in result.finals for update in final.updates]
         self.of_update: dict[Updated, UpdateNumbers] = {}
         self.rates: dict[Updated, list[float]] = {}
         for update in self.updates:
             self.rates[update] = [next(found) for _ in range(TOLD)]
-            self.of_update[update] = self._read(update, [next(found) for _ in update.part.clip.rules])
+            self.of_update[update] = self._read(update, [next(found) for _ in range(update.part.norms.sets)])
 
     def _read(self, updated: Updated, squares: Sequence[float]) -> UpdateNumbers:
         """The numbers of an update, of the squared norms of sums of gradients."""
-        scale = 1.0
-        if isinstance(updated.grads, Bank):
-            scale = self.replay.scale(updated.grads.number, self.losses[updated.grads.number][1])
-        return UpdateNumbers([*map(root, squares)], scale, scale * joint_norm(squares))
+        if not isinstance(updated.grads, Bank):
+            return UpdateNumbers(squares, 1.0, 0.0)
+        number = updated.grads.number
+        return UpdateNumbers(squares, self.replay.scale(number, self.losses[number][1]), self._loss(number))
 
-    def norm(self, updated: Updated) -> float:
-        """The norm of the gradients of an update."""
-        return self.of_update[updated].norm
+    def norm(self, updated: Updated, at: int = 0) -> float:
+        """A norm of the gradients of an update."""
+        found = self.of_update[updated]
+        norm: float = found.scale * updated.part.norm(updated.state, found.squares, at)
+        return norm
+
+    def _facts(self, updated: Updated) -> tuple[Scale | None, float, float]:
+        """Return what decides whether an update happens."""
+        return updated.state.scale, self.of_update[updated].loss, self.norm(updated)
 
     def overflows(self, updated: Updated) -> bool:
         """Tell whether a smaller loss scale may mend the gradients of an update."""
-        overflows: bool = self._finite(updated) and updated.part.overflows(updated.state, self.norm(updated))
+        overflows: bool = updated.part.rule.overflows(*self._facts(updated))
         return overflows
 
     def skips(self, updated: Updated) -> bool:
         """Tell whether an update does not happen."""
-        part, state = updated.part, updated.state
-        skips: bool = part.skips(state, self.norm(updated)) if self._finite(updated) else part.streak.skips(False)
-        return skips
-
-    def _finite(self, updated: Updated) -> bool:
-        """Tell whether the loss is finite whose gradients an update applies."""
-        return not isinstance(updated.grads, Bank) or math.isfinite(self._loss(updated.grads.number))
+        skips: bool = updated.part.rule.skips(*self._facts(updated))
+        return skips or updated in self.refused
 
     def note(self) -> None:
         """Note, once the step is certain, which updates were finite."""
         for updated in self.updates:
-            updated.part.note(updated.state, self.norm(updated) if self._finite(updated) else math.nan)
+            updated.part.rule.note(*self._facts(updated))
 
     def check(self, control: Communicator) -> None:
-        """Refuse updates whose gradients, or the losses of these, are not finite. Collective if they are not.
+        """Refuse updates that are not finite, and ask ``skip=`` about the others. Collective if there are such.
 
         Raises:
-            NonFiniteError: on all ranks alike.
+            NonFiniteError: gradients, or the loss of these, are not finite; on all ranks alike.
+            LossError, PeerError: as ``skipped_by``.
             ReplicationError: ranks give different learning rates.
         """
         for updated in self.updates:
             check_rates(updated, self.rates[updated])
-            norm = self.norm(updated)
-            if self.skips(updated) or self._finite(updated) and math.isfinite(norm):
-                continue
-            part, loss, own, origin = updated.part, math.nan, 0.0, ""
-            if isinstance(updated.grads, Bank):
-                loss, own = self._loss(updated.grads.number), self.replay.own_loss(updated.grads.number)
-                origin = self.replay.origin(updated.grads.number)
-            place = where(part.plan, part.gradients(updated.grads).shards, control, own, origin)
-            raise part.not_finite(Verdict((), loss, norm, 1.0), updated.state.step, place)
+            part = updated.part
+            if part.rule.refuses(*self._facts(updated)):
+                raise self._not_finite(updated, control)
+            if not self.skips(updated) and skipped_by(part.skip, self._metrics(updated), control):
+                self.refused.append(updated)
+
+    def _metrics(self, updated: Updated) -> Any:
+        """The metrics of an update, as ``skip=`` reads them."""
+        found = self.of_update[updated]
+        return updated.part.metrics(updated.state, [found.scale**2 * square for square in found.squares])
+
+    def _not_finite(self, updated: Updated, control: Communicator) -> NonFiniteError:
+        """The error of an update whose gradients, or the loss of these, are not finite. Collective."""
+        part, loss, own, origin = updated.part, math.nan, 0.0, ""
+        if isinstance(updated.grads, Bank):
+            loss, own = self._loss(updated.grads.number), self.replay.own_loss(updated.grads.number)
+            origin = self.replay.origin(updated.grads.number)
+        place = where(part.plan, part.gradients(updated.grads).shards, control, own, origin)
+        error: NonFiniteError = part.not_finite((loss, self.norm(updated)), updated.state.step, place)
+        return error
 
     def _loss(self, number: int) -> float:
         total, count = self.losses[number]
@@ -119,7 +135,5 @@ class Numbers:
             return means[number.at]
         if number.kind == "skipped":
             return float(number.of in self.updates and self.skips(number.of))
-        known: float | None = self.replay.numbers.get(("norm", number.of, 0))
-        if known is not None:
-            return known
-        return self.norm(number.of)
+        known: float | None = self.replay.numbers.get(("norm", number.of, number.at))
+        return self.norm(number.of, number.at) if known is None else known

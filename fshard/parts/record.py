@@ -83,7 +83,7 @@ class RecordedUpdate:
     def like(self, other: "RecordedUpdate") -> bool:
         """Tell whether another update has this one's place in a schedule, and in the numbers that ranks exchange."""
         mine, theirs = self.part, other.part
-        alike = mine is theirs or mine.paths == theirs.paths and len(mine.clip.rules) == len(theirs.clip.rules)
+        alike = mine is theirs or mine.paths == theirs.paths and mine.norms.sets == theirs.norms.sets
         return alike and (self.origin, self.bank, self.fresh) == (other.origin, other.bank, other.fresh)
 
 
@@ -234,7 +234,8 @@ class Recording(Composition):
         self.foresee(updated.part.plan)
         for group in partly_updated(updated.part.chosen):
             self.mode.foresee(updated.part.plan.mesh, updated.part.plan.groups[group].opt_axes)
-        self.numbers["norm", updated, 0] = math.nan
+        for at in range(len(updated.part.norms.names) + 1):
+            self.numbers["norm", updated, at] = math.nan
         chunks = self._fake(form_of(updated.part.plan))
         return Shards([Shard(chunks[group.id], {}) for group in updated.part.plan.groups])
 

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fshard import tree
 from fshard.collectives.linear import LinearSum, apply
 from fshard.collectives.ranks import Ranks
 from fshard.collectives.raw import gather
@@ -16,11 +15,12 @@ from fshard.parts.assemble import Assembled
 from fshard.parts.compose import Composition, number_of_means
 from fshard.parts.copy_marks import Marks
 from fshard.parts.record import RecordedLocal, RecordedPass, RecordedUpdate, recorded_updates
+from fshard.parts.replayed_pass import ReplayedPass, marked
 from fshard.parts.step_arguments import FunctionResult
 from fshard.parts.step_values import Bank, Number, RunningFlat, RunningMemory, StateParams, Updated
 from fshard.parts.told_rates import check_rates, told_rate
 from fshard.runtime.engine.batch import check_detached, check_device, check_even, microbatches, signature
-from fshard.runtime.engine.loss_result import Mean, as_means, means_of
+from fshard.runtime.engine.loss_result import as_means
 from fshard.runtime.engine.plain_values import PlainTold, PlainValues
 from fshard.runtime.engine.proxies import Mispredicted
 from fshard.runtime.execution import Shard, Shards, partly_updated
@@ -28,9 +28,8 @@ from fshard.runtime.execution.executor import Scheduled
 from fshard.runtime.memory import memory_space, values_of
 from fshard.runtime.memory.allocation import deallocate
 from fshard.runtime.steps import PassSpec
-from fshard.runtime.steps.consensus import joint_norm, root
 from fshard.runtime.steps.passes import Passes
-from fshard.runtime.steps.readings import Reading, answers, pair, plain, squares
+from fshard.runtime.steps.readings import Reading, RuleNorms, answers, plain, squares
 from fshard.runtime.steps.records import PassResult
 from fshard.schedule.ops import LOCAL, ROOT
 from fshard.sharding.mesh import Mesh
@@ -38,7 +37,6 @@ from fshard.sharding.plan import Plan
 from fshard.state.equal import Equal
 from fshard.state.flat import FlatForm
 from fshard.state.settle import fetch
-from fshard.training.metrics import combine_aux
 
 
 @dataclass(frozen=True)
@@ -67,21 +65,6 @@ class PassExecutor:
 
     def end_microbatch(self) -> None:
         """Nothing to add: the schedule holds it."""
-
-
-@dataclass(frozen=True)
-class ReplayedPass:
-    """A pass that this rank has run.
-
-    Attributes:
-        measured: what it came to.
-        divisor: what its gradients were divided by before they were summed.
-        parts: microbatches of the global batch.
-    """
-
-    measured: PassResult
-    divisor: float
-    parts: int
 
 
 @dataclass(eq=False)
@@ -157,7 +140,7 @@ class Replay(Composition):
             check_even(batch, spec.accumulate)
         measured, divisor = self._microbatches(spec, number, stage, parts)
         self.ran.append(ReplayedPass(measured, divisor, spec.parts))
-        aux = _marked(measured.aux) if spec.train else measured.aux[0]
+        aux = marked(measured.aux) if spec.train else measured.aux[0]
         dtype = measured.losses[0][0].dtype if spec.train else torch.float32
         return dtype, aux
 
@@ -235,7 +218,7 @@ class Replay(Composition):
         ran = self.ran[bank.number]
         scale = ran.divisor / ran.parts
         if ran.measured.weighted:
-            _, count = self._summed(bank.form.plan, _total(ran))
+            _, count = self._summed(bank.form.plan, ran.total)
             scale = self.scale(bank.number, count)
         if scale != 1.0:
             for group in bank.form.groups:
@@ -282,24 +265,33 @@ class Replay(Composition):
 
     def updated(self, updated: Updated, before: RunningMemory) -> Any:
         """Copies of shards, updated."""
-        self._mark("gradients", updated.grads)
-        rules = updated.part.rule_norms(updated.grads)
-        told = told_rate(updated.lr)
-        summed = self._summed(updated.part.plan, Reading(told, list), squares(rules))
+        if updated.part.every == 1:
+            self._mark("gradients", updated.grads)
+        told, part = told_rate(updated.lr), updated.part
+        summed = self._summed(part.plan, Reading(told, list), squares(self._rule_norms(updated)))
         check_rates(updated, summed[: len(told)])
-        parts = summed[len(told) :]
-        norm = joint_norm(parts)
-        updated.part.check_here(updated.state, updated.grads, norm)
-        self.numbers["norm", updated, 0] = norm
+        found = summed[len(told) :]
+        for at in range(len(part.norms.names) + 1):
+            self.numbers["norm", updated, at] = part.norm(updated.state, found, at)
+        part.check_here(updated.state, updated.grads, self.numbers["norm", updated, 0])
         shards = self.shards_of(before).clone()
-        pending = updated.part.pending(updated.state, updated.grads, [*map(root, parts)], 1.0, updated.lr)
+        pending = part.pending(updated.state, updated.grads, part.norms.clipped(found), 1.0, updated.lr)
         pending.detach()  # the function may read the gradients again, and the update spends them
         pending.finish(shards)
-        plan = updated.part.plan
-        for group in partly_updated(updated.part.chosen):
-            layout = plan.groups[group]
-            fetch(shards[group], Ranks(plan.mesh, layout.opt_axes), layout.wires.get("update_gather"))
+        for group in partly_updated(part.chosen):
+            layout = part.plan.groups[group]
+            fetch(shards[group], Ranks(part.plan.mesh, layout.opt_axes), layout.wires.get("update_gather"))
         return shards
+
+    def _rule_norms(self, updated: Updated) -> list[RuleNorms]:
+        """The norms of this rank's gradients of an update, with what calls before have carried."""
+        part = updated.part
+        if part.every > 1 and ("carried", id(updated)) not in self.complete:
+            self.complete.add(("carried", id(updated)))
+            self._mark("gradients", updated.grads)
+            part.collect(updated.state, updated.grads, self.shards_of(updated.before))
+        found: list[RuleNorms] = part.rule_norms(updated.grads)
+        return found
 
     def shards_of(self, memory: RunningMemory) -> Shards:
         """The shards of a state of the step that has no update waiting."""
@@ -316,15 +308,17 @@ class Replay(Composition):
     def exchanged(self, value: Number) -> float:
         """A number, by an exchange of its own."""
         if value.kind == "norm":
-            return joint_norm(self._summed(value.of.part.plan, squares(value.of.part.rule_norms(value.of.grads))))
+            part, found = value.of.part, self._summed(value.of.part.plan, squares(self._rule_norms(value.of)))
+            norm: float = part.norm(value.of.state, found, value.at)
+            return norm
         plan, ran = self.step.recorded.passes[value.of].spec.plan, self.ran[value.of]
-        pair = _total(ran) if value.kind == "loss" else _mean_totals(ran)[value.at]
+        pair = ran.total if value.kind == "loss" else ran.means[value.at]
         total, count = self._summed(plan, pair)
         return total / count if count else total * math.inf
 
     def own_loss(self, number: int) -> float:
         """The loss of a pass on this rank alone."""
-        ((total, count),) = answers([_total(self.ran[number])])
+        ((total, count),) = answers([self.ran[number].total])
         return total / count if count else 0.0
 
     def origin(self, number: int) -> str:
@@ -355,12 +349,13 @@ class Replay(Composition):
         """The numbers of this rank that are summed, as ``Numbers`` reads them; marks of copies; and plain values."""
         readings: list[Reading] = []
         for ran in self.ran:
-            readings += [_total(ran), *_mean_totals(ran)]
+            readings += [ran.total, *ran.means]
         for updated in updates:
             if isinstance(updated.grads, Bank):  # what lies in host memory must be there
                 self.step.passes[updated.grads.number].actions.gradients.arrive()
-            readings += [Reading(told_rate(updated.lr), list), squares(updated.part.rule_norms(updated.grads))]
-            self._mark("gradients", updated.grads)
+            if updated.part.every == 1:
+                self._mark("gradients", updated.grads)
+            readings += [Reading(told_rate(updated.lr), list), squares(self._rule_norms(updated))]
         marks = Reading(self.marks.values(self.step.copied), list)
         *summed, copies, told = answers([*readings, marks, plain(values)])
         return [number for each in summed for number in each], copies, told
@@ -375,25 +370,3 @@ class Replay(Composition):
         """Note copies, unless a reduction made them, or they were given."""
         if not isinstance(flat, Bank | StateParams):
             self.marks.note(what, flat)
-
-
-def _total(ran: ReplayedPass) -> Reading:
-    """The total and the count of a pass, over its microbatches; zeros of an evaluation."""
-    return pair(ran.measured.losses)
-
-
-def _mean_totals(ran: ReplayedPass) -> list[Reading]:
-    """The total and the count of each auxiliary mean of a pass, over its microbatches."""
-    columns = zip(*[means_of(as_means(aux)) for aux in ran.measured.aux], strict=True)
-    return [pair((mean.total, mean.count) for mean in column) for column in columns]
-
-
-def _marked(parts: Sequence[Any]) -> Any:
-    """The auxiliary values of all microbatches as one, with ``fs.Mean`` where they are means over ranks."""
-    if not parts or not tree.leaves(parts[0]):
-        return parts[0] if parts else {}
-    parts = [*map(as_means, parts)]
-    marks = [leaf if isinstance(leaf, Mean) else None for leaf in tree.leaves(parts[0])]
-    whole = combine_aux(parts, [0.0] * number_of_means(parts[0]))
-    leaves, spec = tree.flatten(whole)
-    return tree.unflatten(spec, [leaf if mark is None else mark for leaf, mark in zip(leaves, marks, strict=True)])

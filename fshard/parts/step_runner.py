@@ -377,8 +377,9 @@ class StepRunner:
         for updated in final.updates:
             if numbers.skips(updated):
                 continue
-            norms, scale, _ = numbers.of_update[updated]
-            pendings.append(updated.part.pending(updated.state, updated.grads, norms, scale, updated.lr))
+            part, (squares, scale, _) = updated.part, numbers.of_update[updated]
+            norms = part.norms.clipped(squares)
+            pendings.append(part.pending(updated.state, updated.grads, norms, scale, updated.lr))
             if updated in copied:
                 pendings[-1].detach()
             stale |= updated.part.updating.shared

@@ -1,40 +1,35 @@
 """``fs.make_update``: the other part of a step. Gradients become an update that the next forward hides."""
 
-import functools
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from fshard import tree
-from fshard.arguments import Want, described, expect
-from fshard.errors import NonFiniteError, PlanError, TreeError, lines
+from fshard.errors import NonFiniteError, TreeError
+from fshard.optim.around import CARRIED
 from fshard.optim.base import Optimizer, rate
-from fshard.optim.checks import is_optimizer, optimizer_meant
-from fshard.optim.contract import LearningRate, contract
-from fshard.optim.scaling import LossScale
+from fshard.optim.contract import LearningRate
 from fshard.parts.copy_marks import Marks, axes_of_copies
 from fshard.parts.leaf_ages import Ages, ages_of, trained_leaves
 from fshard.parts.step_values import PART, running_of
 from fshard.parts.update_metrics import UpdateMetrics
-from fshard.played.everywhere import made_on_each_rank
+from fshard.parts.update_norms import UpdateNorms
 from fshard.runtime.comm import Facts, collective_call, digest, mesh_communicator, refuse_nested
-from fshard.runtime.execution import Gradients, PendingUpdate, Several, held_back, parts_of
+from fshard.runtime.execution import Gradients, PendingUpdate, Several, Shards, held_back, parts_of
 from fshard.runtime.memory.memory_spaces import update_stagings
-from fshard.runtime.memory.norms import norms_of, share_of
 from fshard.runtime.memory.optimizer_layout import UpdateSlice
 from fshard.runtime.steps import refuse_transforms, scalar
 from fshard.runtime.steps.addresses import here, where
-from fshard.runtime.steps.clip import norms_by_rule, read_clip
-from fshard.runtime.steps.consensus import FAILED, Tally, Verdict, consensus, tally
-from fshard.runtime.steps.decide import Streak, not_finite
+from fshard.runtime.steps.clip import Clip, divisor
+from fshard.runtime.steps.consensus import FAILED, OK, Verdict, exchange_row
+from fshard.runtime.steps.decide import SkipRule, not_finite, skipped_by
 from fshard.runtime.steps.failures import raise_failure
 from fshard.runtime.steps.handshake import Intent, agree
-from fshard.runtime.steps.readings import RuleNorms, read
-from fshard.runtime.steps.step_options import SKIPS, late_problems
-from fshard.schedule.policy import Policy
+from fshard.runtime.steps.norm_sets import watched
+from fshard.runtime.steps.readings import Reading, RuleNorms, answers, squares
 from fshard.sharding.plan import Plan
 from fshard.state.equal import Equal
 from fshard.state.fit import check_optimizer
@@ -45,6 +40,24 @@ from fshard.state.train_state import TrainState, expect_state, not_copied
 from fshard.training.updating import Updating
 
 
+@dataclass(frozen=True)
+class UpdateOptions:
+    """Options of ``make_update``."""
+
+    clip: Clip
+    rule: SkipRule
+    skip: Callable[[UpdateMetrics], bool] | None = None
+    norms: tuple[str, ...] | None = None
+    only: str | None = None
+    donate: bool = True
+
+    def told(self) -> dict[str, Any]:
+        """The options that must be equal on all ranks."""
+        rule = {"skip_norm": self.rule.largest, "loss_scale": self.rule.loss_scale, "skip_limit": self.rule.limit}
+        skip = None if self.skip is None else getattr(self.skip, "__qualname__", type(self.skip).__qualname__)
+        return {"update": self.only, "clip_norm": self.clip.rules, "skip": skip, "norms": self.norms} | rule
+
+
 class UpdateStep:
     """``update(state, grads) -> (state, metrics)``. Made by ``fs.make_update``.
 
@@ -52,32 +65,20 @@ class UpdateStep:
         plan: the plan.
         chosen: the plan in which every leaf is frozen that it does not update.
         form: the form of the gradients.
-        clip: the limits of gradient norms.
-        streak: the updates that are skipped.
-        loss_scale: how the scale of the loss adapts, if gradients are those of a scaled loss.
+        rule: which updates do not happen.
+        norms: the norms of its gradients.
     """
 
-    def __init__(
-        self,
-        opt: Optimizer,
-        plan: Plan,
-        clip_norm: Any,
-        skip_norm: float | None,
-        only: str | None,
-        loss_scale: LossScale | None,
-        donate: bool,
-        skip_limit: int = SKIPS,
-    ) -> None:
-        self.plan, self.only, self.loss_scale, self.donate = plan, only, loss_scale, donate
-        self.streak = Streak(0 if skip_norm is None else skip_limit, skip_norm)
-        rule, self.chosen = check_optimizer(plan, opt), plan if only is None else plan.only(only)
-        self.clip = read_clip(clip_norm, self.chosen)
-        self.updating = Updating(rule, plan, self.chosen, self.clip)
+    def __init__(self, opt: Optimizer, plan: Plan, options: UpdateOptions) -> None:
+        self.plan, self.only, self.donate = plan, options.only, options.donate
+        self.rule, self.skip = options.rule, options.skip
+        checked, self.chosen = check_optimizer(plan, opt), plan if self.only is None else plan.only(self.only)
+        self.updating = Updating(checked, plan, self.chosen, options.clip)
         self.paths = tuple(path for path, leaf in self.chosen.leaves.items() if leaf.trainable)
         self.form = form_of(self.chosen, self.paths, "the gradients of the leaves that it updates")
-        told = {"update": only, "clip_norm": self.clip.rules, "skip_norm": skip_norm, "loss_scale": loss_scale}
-        told["skip_limit"] = self.streak.limit
-        self.equal = Equal(plan, told, opt)
+        watch = watched(options.norms, self.chosen, Gradients({}, {}, frozenset()))
+        self.norms = UpdateNorms(plan, self.chosen, options.clip, watch)
+        self.equal = Equal(plan, options.told(), opt)
         self._latest: Ages | None = None  # those of the latest state
         self._slices: dict[int, tuple[UpdateSlice, ...]] = {}  # what it updates at these ages
         self._fitting: FlatForm | None = None  # the latest form of gradients that was found to fit
@@ -132,76 +133,96 @@ class UpdateStep:
         assert flat is not None
         if state.stale:
             complete(state, self.plan.mesh)
-        verdict = self._norms(flat)
+        if self.every > 1:
+            flat = Flat(flat.form, {group: chunk.clone() for group, chunk in flat.chunks.items()})
+        summed = self._summed(state, flat)
         state.memory.note_compared()
-        skips, overflows = self.skips(state, verdict.norm), self.overflows(state, verdict.norm)
-        if not skips and not math.isfinite(verdict.norm):
-            raise self.not_finite(verdict, state.step, where(self.plan, self.gradients(flat).shards, comm))
-        self.note(state, verdict.norm)
+        now = state.scale, 0.0, self.norm(state, summed)
+        if self.rule.refuses(*now):
+            raise self.not_finite((math.nan, now[2]), state.step, where(self.plan, self.gradients(flat).shards, comm))
+        metrics, overflow = self.metrics(state, summed), self.rule.overflows(*now)
+        skips = self.rule.skips(*now) or skipped_by(self.skip, metrics, comm)
+        self.rule.note(*now)
         if skips:
-            return self.after(state, True, overflows), self.metrics(verdict.norm, True)
-        following = self.conclude(state, flat, verdict, lr)
+            return self.after(state, True, overflow), replace(metrics, skipped=torch.tensor(True, device="cpu"))
+        following = self.conclude(state, flat, summed, lr)
         if state.memory.lent and following.stale:  # in a step function, states can be read without fs.settle
             complete(following, self.plan.mesh)
-        return following, self.metrics(verdict.norm, False)
+        return following, metrics
+
+    @property
+    def every(self) -> int:
+        """The number of calls to an update."""
+        return self.updating.opt.steps or 1
 
     @property
     def may_skip(self) -> bool:
-        """Tell whether only the gradient norm tells if the update happens."""
-        return self.loss_scale is not None or self.streak.largest is not None
-
-    def overflows(self, state: TrainState, norm: float) -> bool:
-        """Tell whether a smaller scale may mend gradients of this norm."""
-        rule = self.loss_scale
-        return rule is not None and not math.isfinite(norm) and (state.scale or rule.start()).value > rule.least
-
-    def skips(self, state: TrainState, norm: float) -> bool:
-        """Tell whether gradients of this norm update nothing."""
-        return self.overflows(state, norm) or self.streak.skips(math.isfinite(norm), norm)
-
-    def note(self, state: TrainState, norm: float) -> None:
-        """Note an update that is over, whose gradients have this norm."""
-        if not self.overflows(state, norm):
-            self.streak.note(math.isfinite(norm))
+        """Tell whether only the metrics tell if the update happens."""
+        return self.rule.by_norm or self.skip is not None
 
     def after(self, state: TrainState, skipped: bool, overflow: bool = False) -> TrainState:
         """A state after this update: its numbers, and not its memory."""
-        rule, scale, step, late = self.loss_scale, state.scale, state.step, dict(state.late)
-        if rule is not None and (overflow or not skipped):
-            scale = rule.after(scale or rule.start(), finite=not overflow)
+        scale, step, late = state.scale, state.step, dict(state.late)
+        if overflow or not skipped:
+            scale = self.rule.after(scale, overflow)
         if not skipped:
             ages = self._ages(state.late)
             step, late = step + ages.after.more, ages.after.late
         return replace(state, step=step, late=late, scale=scale)
 
-    def _norms(self, flat: Flat) -> Verdict:
-        """Ask all ranks for the norms of gradients."""
-        comm, failure, mine = mesh_communicator(self.plan.mesh), None, Tally(FAILED)
+    def _summed(self, state: TrainState, flat: Flat) -> Sequence[float]:
+        """Ask all ranks for the squares of the norms of gradients."""
+        comm, failure, mine = mesh_communicator(self.plan.mesh), None, list[float]()
         over, marks = axes_of_copies([self.plan]) if comm.size > 1 else [], Marks()
         own = [0.0] * len(over)
         try:
             if over:
                 marks.note("gradients", flat)
-                own = [*read(marks.values(over))]
-            mine = tally((), self.rule_norms(flat), (), (), False, False)
-            mine = replace(mine, sumsq=math.fsum(mine.rules) if all(map(math.isfinite, mine.rules)) else math.nan)
+            if self.every > 1:
+                self.collect(state, flat, state.applied())
+            mine, own = answers([squares(self.rule_norms(flat)), Reading(marks.values(over), list)])
         except Exception as error:  # a device reports late what went wrong there
             failure = error
-        verdict = consensus(comm, mine, 1, 1, 1.0, len(self.clip.rules), own)
-        if verdict.worst == FAILED:
-            raise_failure(comm, failure, verdict.status)
-        marks.check(comm, self.plan.mesh, over, verdict.told)
-        return verdict
+        columns = {"squares": (mine, self.norms.sets), "copies": (own, len(over))}
+        row = exchange_row(comm, OK if failure is None else FAILED, columns)
+        if any(row.status):
+            raise_failure(comm, failure, row.status)
+        marks.check(comm, self.plan.mesh, over, row.told("copies"))
+        return row.summed("squares")
 
     def rule_norms(self, flat: Flat) -> list[RuleNorms]:
-        """The norms of this rank's gradients, by clipping rule."""
+        """The norms of this rank's gradients, by set."""
         if self._latest is None:
             self._ages({})
-        gradients = self.gradients(flat)
-        if len(self.clip.rules) > 1 or len(flat.form.order.paths) > len(self.paths):
-            return norms_by_rule(len(self.clip.rules), self.plan, gradients)
-        norms = norms_of([gradients.shards[group] for group in self._shares])
-        return [list(zip(self._shares.values(), norms, strict=True))]
+        return self.norms.of(self.gradients(flat), len(flat.form.order.paths) <= len(self.paths))
+
+    def collect(self, state: TrainState, flat: Flat, shards: Shards) -> None:
+        """Add what calls before this one carried to the gradients of a call that updates.
+
+        Args:
+            state: the state as the update was given it.
+            flat: the gradients, which nobody else reads.
+            shards: those of the state, with no update waiting.
+        """
+        if self.updates(state):
+            gradients = self.gradients(flat)
+            for group, cuts in gradients.update_slices.items():
+                held = shards[group].slices(cuts)
+                for grad, (_, kept) in zip(gradients.slices(group), held, strict=True):
+                    grad.add_(kept[CARRIED].to(grad.device))
+
+    def updates(self, state: TrainState) -> bool:
+        """Tell whether a call on this state updates, and does not only carry gradients."""
+        step: int = state.step - self._ages(state.late).least + 1
+        return step % self.every == 0
+
+    def share(self, state: TrainState) -> float:
+        """Return what gradients that hold carried ones are multiplied by: they are sums over calls then."""
+        return 1.0 / self.every if self.updates(state) else 1.0
+
+    def norm(self, state: TrainState, squares: Sequence[float], at: int = 0) -> float:
+        """A norm of the metrics, of the squares over all ranks; see ``UpdateNorms.norm``."""
+        return self.share(state) * self.norms.norm(squares, at)
 
     def checked(self, state: TrainState, grads: Any, lr: LearningRate) -> Flat:
         """The gradients as chunks, if both fit.
@@ -254,16 +275,16 @@ class UpdateStep:
         self._fitting = form if fits else self._fitting
         return fits
 
-    def conclude(self, state: TrainState, flat: Flat, verdict: Verdict, lr: LearningRate) -> TrainState:
+    def conclude(self, state: TrainState, flat: Flat, squares: Sequence[float], lr: LearningRate) -> TrainState:
         """The next state, whose update waits.
 
         Args:
             state: the state.
             flat: the gradients.
-            verdict: their norms.
+            squares: of their norms, over all ranks.
             lr: the learning rate, if it is not the optimizer's own.
         """
-        pending = self.pending(state, flat, verdict.rules, 1.0, lr)
+        pending = self.pending(state, flat, self.norms.clipped(squares), 1.0, lr)
         memory = state.memory
         shards, before = state.shards(), state.pending
         if memory.lent or not self.donate:  # the gradients may be used again
@@ -282,9 +303,10 @@ class UpdateStep:
             flat.donate()
         return made
 
-    def not_finite(self, verdict: Verdict, step: int, place: Sequence[str]) -> NonFiniteError:
-        """The error of gradients, or a loss, that are not finite: with the step after this one, and the place."""
-        return not_finite(verdict, False, [f"step {step + 1}", *self.streak.told(), *place])
+    def not_finite(self, found: tuple[float, float], step: int, place: Sequence[str]) -> NonFiniteError:
+        """The error of a loss, or a gradient norm, that is not finite: with the step after this one, and the place."""
+        verdict = Verdict((), *found, 1.0)
+        return not_finite(verdict, False, [f"step {step + 1}", *self.rule.told(), *place])
 
     def check_here(self, state: TrainState, flat: Flat, norm: float) -> None:
         """Refuse gradients that are read within a step and are not finite.
@@ -294,14 +316,24 @@ class UpdateStep:
         """
         if not math.isfinite(norm):
             place = here(self.plan, self.gradients(flat).shards)
-            raise self.not_finite(Verdict((), math.nan, norm, 1.0), state.step, [place] * bool(place))
+            raise self.not_finite((math.nan, norm), state.step, [place] * bool(place))
 
     def pending(
         self, state: TrainState, flat: Flat, norms: Sequence[float], scale: float, lr: LearningRate
     ) -> PendingUpdate:
-        """The update, as data."""
-        ages = self._ages(state.late)
-        divisors = self.clip.divisors(scale, [scale * norm for norm in norms])
+        """The update, as data.
+
+        Args:
+            state: the state as the update was given it.
+            flat: the gradients.
+            norms: of the gradients as they lie, by clipping rule.
+            scale: what these are multiplied by to become those of the mean.
+            lr: the learning rate, if it is not the optimizer's own.
+        """
+        ages, scale = self._ages(state.late), scale * self.share(state)
+        divisors: list[float | None] = [divisor(scale)] * len(norms)
+        if self.updates(state):
+            divisors = self.updating.clip.divisors(scale, [scale * norm for norm in norms])
         step = state.step - ages.least
         return self.updating.pending(state, step, self.gradients(flat), divisors, self.updating.fixed(step, lr))
 
@@ -313,15 +345,12 @@ class UpdateStep:
                 self._slices = self.updating.slices(self._latest.relative)
         return self._latest
 
-    def metrics(self, norm: float, skipped: bool) -> UpdateMetrics:
-        """The metrics of an update."""
-        return UpdateMetrics(scalar(norm, self.updating.wide), torch.tensor(skipped, device="cpu"))
-
-    @functools.cached_property
-    def _shares(self) -> dict[int, float]:
-        """The part of the elements of each group that this rank counts, of those of which it updates any."""
-        held = [self.plan.groups[group.id] for group in self.form.groups if group.chunk]
-        return {group.id: share_of(group, self.plan.mesh) for group in held}
+    def metrics(self, state: TrainState, squares: Sequence[float]) -> UpdateMetrics:
+        """The metrics of an update, of the squares of its norms over all ranks."""
+        norm, *more = [self.norm(state, squares, at) for at in range(len(self.norms.names) + 1)]
+        wide = self.updating.wide
+        named = {name: scalar(one, wide) for name, one in zip(self.norms.names, more, strict=True)}
+        return UpdateMetrics(scalar(norm, wide), torch.tensor(False, device="cpu"), named)
 
     def gradients(self, flat: Flat) -> Gradients:
         """The chunks as what an update reads: of each group the part that this rank updates."""
@@ -335,65 +364,3 @@ class UpdateStep:
         made = Gradients(owned, self._slices, flat.passing & owned.keys(), update_stagings(self.plan), host)
         self._made = flat, self._slices, made
         return made
-
-
-@made_on_each_rank(batches=False)
-def make_update(
-    opt: Optimizer,
-    plan: Plan,
-    *,
-    clip_norm: float | Sequence[tuple[str, float | None]] | None = None,
-    skip_norm: float | None = None,
-    skip_limit: int = SKIPS,
-    only: str | None = None,
-    loss_scale: LossScale | None = None,
-    donate: bool = True,
-) -> UpdateStep:
-    """Make the function that updates: ``update(state, grads) -> (state, metrics)`` (``optax.apply_updates``).
-
-    The update is that of a train step: fused over leaves, with exact clipping, and applied group by group behind the
-    next forward. In a function that ``fs.make_step`` runs it is a part of that step.
-
-    Args:
-        opt: the optimizer of the state.
-        plan: the plan.
-        clip_norm: as for ``fs.make_train_step``; norms are those of the leaves that it updates.
-        skip_norm: update nothing where that norm is larger; ``metrics.skipped`` says so.
-        skip_limit: updates in a row that ``skip_norm=`` also skips because the loss or the gradient is not finite; the
-            next one is an error.
-        only: a regular expression for whole paths: these leaves are updated. The others keep their values, their
-            optimizer state and their number of updates.
-        loss_scale: that of ``fs.value_and_grad(loss_scale=)``. Where the gradient norm is not finite nothing is
-            updated, ``metrics.skipped`` says so, and the state that comes back has a smaller scale.
-        donate: reuse the memory of the state and of the gradients.
-
-    Raises:
-        PlanError: an invalid option; an optimizer that does not fit the plan, or that carries gradients between
-            steps (``fs.optim.every``).
-
-    >>> import fshard as fs
-    >>> params = {"w": torch.ones(3), "b": torch.ones(3)}
-    >>> plan = fs.make_plan(params, fs.make_mesh((1,), ("data",)), [(".*", fs.fsdp("data"))])
-    >>> opt = fs.optim.sgd(0.5)
-    >>> update = fs.make_update(opt, plan, only="w")
-    >>> state, metrics = update(fs.init_state(plan, opt, params=params), {"w": torch.ones(3)})
-    >>> state.params, metrics.grad_norm
-    ({'w': tensor([0.5000, 0.5000, 0.5000]), 'b': tensor([1., 1., 1.])}, tensor(1.7321))
-    """
-    if not isinstance(plan, Plan) or not is_optimizer(opt):
-        raise PlanError(
-            f"make_update(opt, plan) takes an optimizer of fs.optim and a plan, and was given "
-            f"{described(opt)} and {described(plan)}{optimizer_meant(opt)}"
-        )
-    wants: list[Want] = [
-        ("only", only, (str, type(None)), "a regular expression for paths, or None"),
-        ("loss_scale", loss_scale, (LossScale, type(None)), "fs.LossScale(...) or None"),
-        ("donate", donate, bool, "True or False"),
-    ]
-    expect("make_update(opt, plan)", wants)
-    if problems := [*late_problems(opt, Policy(), skip_norm, None, skip_limit)]:
-        raise PlanError("; ".join(problems))
-    if contract(opt).steps is not None:
-        remedy = "Give value_and_grad accumulate=, or add gradients up with fs.tree.add."
-        raise PlanError(lines("make_update takes no optimizer that carries gradients:", [repr(opt)], remedy))
-    return UpdateStep(opt, plan, clip_norm, skip_norm, only, loss_scale, donate, skip_limit)

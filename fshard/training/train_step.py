@@ -1,7 +1,6 @@
 """The train step: a loss function, an optimizer and a plan become one function of a state and a batch."""
 
 import functools
-import math
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -12,7 +11,6 @@ from fshard.collectives.gradient_copies import check_copies
 from fshard.collectives.scope import bind
 from fshard.optim.base import Optimizer, rate
 from fshard.optim.contract import Contract, LearningRate, contract
-from fshard.optim.scaling import Scale
 from fshard.runtime.comm import collective_call
 from fshard.runtime.engine.rng import seeded
 from fshard.runtime.execution import (
@@ -37,8 +35,7 @@ from fshard.runtime.steps import (
     widened,
 )
 from fshard.runtime.steps.addresses import where
-from fshard.runtime.steps.decide import Streak, not_finite
-from fshard.runtime.steps.float16 import overflowed
+from fshard.runtime.steps.decide import SkipRule, finite, not_finite, skipped_by
 from fshard.runtime.steps.norm_sets import watched
 from fshard.sharding.plan import Plan
 from fshard.state.equal import Equal
@@ -91,11 +88,10 @@ class TrainStep(OneFunction):
         programs = programs or programs_of(plan, options, rule)
         runner = self._runner = Runner(loss_fn, programs)
         grads = gradients_of(plan, programs.memory, self._updating.slices({}))
-        skipping, parts = (options.skip_norm, options.skip), (runner.parts, runner.divisor)
         watch = watched(options.norms, plan, grads)
-        self._decide = Decisions(rule, plan, options.clip, *skipping, *parts, grads, watch)
+        self._decide = Decisions(rule, plan, options.clip, runner.parts, runner.divisor, grads, watch)
         self._equal = Equal(plan, options.told(), opt, always=options.running.debug)
-        self._streak = Streak(options.skip_limit if options.skip_norm is not None or options.skip is not None else 0)
+        self._skip = SkipRule(options.skips, options.skip_norm, options.loss_scale)
         self._since: Mapping[str, int] = {}
         self._last: PendingUpdate | None = None  # the update that may still read the memory of this step's gradients
         self._late: BaseException | None = None  # a signal that came when the step before was made
@@ -180,7 +176,7 @@ class TrainStep(OneFunction):
         return self._conclude(state, update, outcome, asked, self._ran(batch, begun, outcome))
 
     def _request(self, state: TrainState, batch: Any, update: Update, asked: Asked) -> StepRequest:
-        decide, scale = self._decide, self._scale_of(state)
+        decide, scale = self._decide, self._skip.scale(state.scale)
         loss_scale = scale.value if scale is not None else 1.0
         return StepRequest(
             batch,
@@ -210,24 +206,21 @@ class TrainStep(OneFunction):
         self, state: TrainState, update: Update, outcome: Outcome, asked: Asked, ran: RunReport
     ) -> tuple[TrainState, Metrics]:
         """The next state, and the metrics: what the outcome of a step makes of a state."""
-        verdict, decide, scale = outcome.verdict, self._decide, self._scale_of(state)
-        overflow = overflowed(self.options.loss_scale, scale, verdict)
-        finite = math.isfinite(verdict.norm) and math.isfinite(verdict.loss)
-        bad = not overflow and self._streak.skips(finite)
-        if not overflow and not bad:
-            self._check_numbers(verdict, state.step)
+        verdict, decide, rule = outcome.verdict, self._decide, self._skip
+        now = state.scale, verdict.loss, verdict.norm
+        overflow = rule.overflows(*now)
+        self._check_numbers(verdict, state)
         factor = decide.mean(state.step, state.count, verdict)
         summed = state.summed if overflow else decide.summed(state.step, state.summed, verdict)
         lr = rate(asked.rule().lr, state.step // decide.every + 1)
         metrics = self._metrics(state.step, outcome, factor, overflow, ran, lr)
-        if not overflow:
-            self._streak.note(finite)
-        if bad or not overflow and decide.skips(metrics, self._runner.programs.comms.control):
+        skips = not overflow and rule.skips(state.scale, verdict.loss, decide.norm(verdict, factor))
+        rule.note(*now)
+        if skips or not overflow and skipped_by(self.options.skip, metrics, self._runner.programs.comms.control):
             decide.grads.drop()
             return state, replace(metrics, skipped=True)
         memory = self._memory(state, update, outcome, factor if not overflow else None, asked.rule())
-        if scale is not None and self.options.loss_scale is not None:
-            scale = self.options.loss_scale.after(scale, finite=not overflow)
+        scale = rule.after(state.scale, overflow)
         count = decide.count(state.step, state.count, verdict, overflow)
         number = state.step + (not overflow)
         past = state.past.compared()
@@ -276,21 +269,18 @@ class TrainStep(OneFunction):
         self._updating.check(state)
         if state.late != self._since:
             slices = self._updating.slices(state.late)
-            self._decide = replace(self._decide, grads=replace(self._decide.grads, update_slices=slices, views={}))
+            self._decide = replace(self._decide, grads=self._decide.grads.cut(slices))
             self._since = state.late
 
-    def _scale_of(self, state: TrainState) -> Scale | None:
-        """Say where loss scaling stands; None for a step without it."""
-        return None if (rule := self.options.loss_scale) is None else state.scale or rule.start()
-
-    def _check_numbers(self, verdict: Verdict, step: int) -> None:
-        if not math.isfinite(verdict.norm) or not math.isfinite(verdict.loss):
-            comm, early = self._runner.programs.comms.control, self._early
+    def _check_numbers(self, verdict: Verdict, state: TrainState) -> None:
+        """Refuse numbers that are not finite, unless they are skipped; in debug mode, copies that differ."""
+        comm, early = self._runner.programs.comms.control, self._early
+        if self._skip.refuses(state.scale, verdict.loss, verdict.norm):
             shards = {} if early else self._decide.grads.shards
             place = where(self.plan, shards, comm, origin=self._runner.programs.origin)
-            raise not_finite(verdict, early, [f"step {step + 1}", *self._streak.told(), *place])
-        if self.options.running.debug and not self._early:
-            check_copies(self.plan, self._decide.grads.shards, self._runner.programs.comms.control)
+            raise not_finite(verdict, early, [f"step {state.step + 1}", *self._skip.told(), *place])
+        if self.options.running.debug and not early and finite(verdict.loss, verdict.norm):
+            check_copies(self.plan, self._decide.grads.shards, comm)
 
     def _metrics(self, step: int, outcome: Outcome, factor: float, skipped: bool, ran: RunReport, lr: float) -> Metrics:
         verdict, decide, wide = outcome.verdict, self._decide, self._updating.wide

@@ -224,6 +224,10 @@ class Gradients:
         left = {group: {name: same_memory(one) for name, one in each.items()} for group, each in held.items()}
         return replace(self, shards=shards, left=left, views={})
 
+    def cut(self, slices: Mapping[int, tuple[UpdateSlice, ...]]) -> "Gradients":
+        """The same gradients in other slices."""
+        return replace(self, update_slices=slices, views={})
+
     def slices(self, group: int) -> list[Tensor]:
         """The views of one group's gradients, one an update slice."""
         if group not in self.views:

@@ -10,6 +10,7 @@ from torch import Tensor
 from fshard.errors import LossError, NonFiniteError, lines
 from fshard.optim.around import CARRIED
 from fshard.optim.contract import Contract
+from fshard.optim.scaling import LossScale, Scale
 from fshard.runtime.comm import Communicator
 from fshard.runtime.execution import Gradients, Shard
 from fshard.runtime.steps.clip import Clip, divisor, norms_by_rule, skipped
@@ -29,8 +30,6 @@ class Decisions:
         opt: the optimizer.
         plan: the plan.
         clip: the limits of gradient norms.
-        skip_norm: the gradient norm above which a step is skipped.
-        skip: says of a step's metrics whether it is skipped.
         parts: microbatches of the global batch, over ranks and accumulation.
         divisor: what gradients are divided by before they are summed.
         grads: the gradients of a step.
@@ -40,8 +39,6 @@ class Decisions:
     opt: Contract
     plan: Plan
     clip: Clip
-    skip_norm: float | None
-    skip: Callable[[Any], bool] | None
     parts: int
     divisor: float
     grads: Gradients
@@ -146,24 +143,6 @@ class Decisions:
         """The gradient norm of the mean, whose ``scale`` may be another than that of this step alone."""
         return verdict.norm if scale == verdict.scale else verdict.norm / verdict.scale * scale
 
-    def skips(self, metrics: Any, comm: Communicator) -> bool:
-        """Tell whether all ranks skip this step. Collective over the control communicator if ``skip=`` was given.
-
-        Raises:
-            LossError: ranks do not agree.
-            PeerError: the function failed on another rank; or what it raised on this one.
-        """
-        if self.skip_norm is not None and metrics.grad_norm.item() > self.skip_norm:
-            return True
-        if self.skip is None:
-            return False
-        said, failure = skipped(comm, self.skip, metrics)
-        if 2 in said:
-            raise_failure(comm, failure, [FAILED if what == 2 else OK for what in said])
-        if len(set(said)) > 1:
-            raise unlike_skips(said)
-        return bool(said[0])
-
     def unit(self, verdict: Verdict, divided: float) -> float:
         """Return what sums of gradients are multiplied by to be accumulated, in units free of mesh and ``accumulate=``.
 
@@ -201,31 +180,81 @@ def _mixed(step: int, weighted: bool, kept: str, remedy: str) -> LossError:
 
 
 @dataclass
-class Streak:
-    """Updates in a row that are skipped since they are not finite.
+class SkipRule:
+    """Skips updates: those of an overflow, those of too large a norm, and those of numbers that are not finite.
 
     Attributes:
-        limit: how many may be; 0 where none may.
+        limit: how many updates in a row may be skipped since they are not finite; 0 where none may.
         largest: the norm above which updates are skipped that are finite; None for no limit.
-        count: how many have been skipped.
+        loss_scale: how the scale of the loss adapts; None without one.
+        count: how many in a row have been skipped since they are not finite.
     """
 
-    limit: int
+    limit: int = 0
     largest: float | None = None
+    loss_scale: LossScale | None = None
     count: int = 0
 
-    def skips(self, finite: bool, norm: float = 0.0) -> bool:
-        """Tell whether an update is skipped, for either reason."""
-        large = self.largest is not None and norm > self.largest
-        return large if finite else self.count < self.limit
+    @property
+    def by_norm(self) -> bool:
+        """Tell whether only the gradient norm tells if an update happens."""
+        return self.loss_scale is not None or self.largest is not None
 
-    def note(self, finite: bool) -> None:
+    def scale(self, scale: Scale | None) -> Scale | None:
+        """The scale of the loss, of a state that has it, or not yet; None without one."""
+        return None if self.loss_scale is None else scale or self.loss_scale.start()
+
+    def overflows(self, scale: Scale | None, loss: float, norm: float) -> bool:
+        """Tell whether a smaller scale may mend an update: its loss is finite, and its gradient is not."""
+        rule, now = self.loss_scale, self.scale(scale)
+        able = rule is not None and now is not None and now.value > rule.least
+        return able and math.isfinite(loss) and not math.isfinite(norm)
+
+    def skips(self, scale: Scale | None, loss: float, norm: float) -> bool:
+        """Tell whether an update does not happen."""
+        if finite(loss, norm):
+            return self.largest is not None and norm > self.largest
+        return self.count < self.limit or self.overflows(scale, loss, norm)
+
+    def refuses(self, scale: Scale | None, loss: float, norm: float) -> bool:
+        """Tell whether an update is an error: not finite, and not skipped."""
+        return not finite(loss, norm) and not self.skips(scale, loss, norm)
+
+    def note(self, scale: Scale | None, loss: float, norm: float) -> None:
         """Note an update that was made or skipped."""
-        self.count = 0 if finite else self.count + 1
+        if not self.overflows(scale, loss, norm):
+            self.count = 0 if finite(loss, norm) else self.count + 1
+
+    def after(self, scale: Scale | None, overflow: bool) -> Scale | None:
+        """The scale of the loss after an update that was made, or that has overflowed."""
+        now = self.scale(scale)
+        return scale if self.loss_scale is None or now is None else self.loss_scale.after(now, finite=not overflow)
 
     def told(self) -> list[str]:
         """A line about the updates skipped before one that is an error; none where there were none."""
         return [f"{self.count} before it were not finite, and were skipped: skip_limit={self.limit}"] * bool(self.count)
+
+
+def finite(loss: float, norm: float) -> bool:
+    """Tell whether a loss and the norm of its gradient are finite."""
+    return math.isfinite(loss) and math.isfinite(norm)
+
+
+def skipped_by(skip: Callable[[Any], bool] | None, metrics: Any, comm: Communicator) -> bool:
+    """Tell whether all ranks skip an update of these metrics, as ``skip=`` says. Collective if it was given.
+
+    Raises:
+        LossError: ranks do not agree.
+        PeerError: the function failed on another rank; or what it raised on this one.
+    """
+    if skip is None:
+        return False
+    said, failure = skipped(comm, skip, metrics)
+    if 2 in said:
+        raise_failure(comm, failure, [FAILED if what == 2 else OK for what in said])
+    if len(set(said)) > 1:
+        raise unlike_skips(said)
+    return bool(said[0])
 
 
 def not_finite(verdict: Verdict, early: bool, where: Sequence[str] = ()) -> NonFiniteError:

@@ -7,8 +7,7 @@ from typing import Any
 
 import torch
 
-from fshard.optim.scaling import LossScale, Scale, divisor
-from fshard.runtime.steps.consensus import Verdict
+from fshard.optim.scaling import LossScale, divisor
 from fshard.schedule.auto import Auto
 from fshard.schedule.policy import Policy
 from fshard.sharding.plan import Plan
@@ -24,12 +23,6 @@ def divisor_of(plan: Plan, parts: int, in_backward: bool) -> float:
     if any(torch.bfloat16 in (group.dtype, group.compute_dtype) for group in trained) and not (narrow or summed):
         return 2.0 ** math.floor(math.log2(parts))  # a loss in bfloat16 would round the third of three ranks by 0.2 %
     return divisor(narrow or summed, summed, parts)
-
-
-def overflowed(rule: LossScale | None, scale: Scale | None, verdict: Verdict) -> bool:
-    """Tell whether a smaller scale may mend this step: its loss is finite, and its gradient is not."""
-    able = rule is not None and scale is not None and scale.value > rule.least
-    return able and math.isfinite(verdict.loss) and not math.isfinite(verdict.norm)
 
 
 def scale_problems(loss_scale: Any, policy: Policy | Auto) -> Iterator[str]:

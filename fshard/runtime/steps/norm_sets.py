@@ -1,5 +1,6 @@
 """Gradient norms that the metrics of a step have besides that of all leaves: by group, or by pattern on paths."""
 
+import functools
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -45,6 +46,10 @@ class NormSets:
             return [[known[group]] if group in known else [] for group in self.groups]
         return norms_by_rule(len(self.names), plan, self.grads)
 
+    def of(self, grads: Gradients) -> "NormSets":
+        """The same sets of other gradients."""
+        return self if self.grads is None else replace(self, grads=grads.cut(self.grads.update_slices))
+
 
 def read_norms(value: Any, plan: Plan) -> tuple[str, ...] | None:
     """Return what ``norms=`` of a train step says: patterns on paths; none for groups.
@@ -84,9 +89,15 @@ def watched(patterns: Sequence[str] | None, plan: Plan, grads: Gradients) -> Nor
         return NormSets(tuple(group.name for group in trained), None, tuple(group.id for group in trained))
     cuts = {}
     for group in trained:
-        merged = merge_slices(group.owned, plan.mesh, lambda path, shape: None, limit=lambda p: _number(patterns, p))
+        limit = functools.partial(_limit, patterns, plan)
+        merged = merge_slices(group.owned, plan.mesh, lambda path, shape: None, limit=limit)
         cuts[group.id] = tuple(cut for cut in merged if cut.limit >= 0)
-    return NormSets(tuple(patterns), replace(grads, update_slices=cuts, views={}))
+    return NormSets(tuple(patterns), grads.cut(cuts))
+
+
+def _limit(patterns: Sequence[str], plan: Plan, path: str) -> int:
+    """The number of a leaf's set; -1 of one that has none, or that is not trained."""
+    return _number(patterns, path) if plan.leaves[path].trainable else -1
 
 
 def _number(patterns: Sequence[str], path: str) -> int:

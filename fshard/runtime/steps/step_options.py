@@ -80,6 +80,11 @@ class Options:
     norms: tuple[str, ...] | None = None
     skip_limit: int = SKIPS
 
+    @property
+    def skips(self) -> int:
+        """The number of steps in a row that may be skipped since they are not finite."""
+        return self.skip_limit if self.skip_norm is not None or self.skip is not None else 0
+
     def told(self) -> dict[str, Any]:
         """The options that must be equal on all ranks. Those about a rank's own memory need not be."""
         skip = None if self.skip is None else getattr(self.skip, "__qualname__", type(self.skip).__qualname__)
