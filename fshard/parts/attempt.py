@@ -1,50 +1,61 @@
-"""The outcome of a step function on one rank, before the others learn of it."""
+"""The outcome of a step function: what one rank reads of it, and what all of them learn."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
 
-import torch
-
+from fshard.parts.assemble import Assembled
 from fshard.parts.replay import Replay
-from fshard.parts.returned_values import returned_values
+from fshard.parts.returned_values import plain_columns, returned_values
 from fshard.parts.step_arguments import FunctionResult
 from fshard.runtime.engine.plain_values import PlainTold
-from fshard.runtime.steps.consensus import FAILED, OK
+from fshard.runtime.steps.consensus import Columns
 from fshard.runtime.steps.rank_end import End
 
 
-class Attempt(NamedTuple):
-    """The outcome of a step function on this rank.
+class StepTally(NamedTuple):
+    """The numbers that one rank brings to the end of a step function.
 
     Attributes:
-        end: how it ended.
-        result: what it returned.
-        sums: its numbers that are summed over ranks.
+        sums: those that are summed over ranks, in the order of ``Replay.tally``.
         copies: marks of the copies that it holds.
-        plain: the plain values that it returned.
-        floats: the mean over ranks of each float among these.
-        joint: the sums over ranks, once all have met.
-        marks: the marks of copies, by rank, likewise.
+        plain: the plain values that its function returned.
+    """
+
+    sums: Sequence[float] = ()
+    copies: Sequence[float] = ()
+    plain: PlainTold = PlainTold()
+
+
+class Attempt(NamedTuple):
+    """The outcome of a step function.
+
+    Attributes:
+        end: how this rank's part ended.
+        result: what it returned on this rank.
+        floats: the mean over ranks of each float among the plain values that it returned.
+        joint: the sums over ranks.
+        marks: the marks of copies, by rank.
     """
 
     end: End
     result: FunctionResult | None
-    sums: Sequence[float] = ()
-    copies: Sequence[float] = ()
-    plain: PlainTold = PlainTold()
     floats: Sequence[float] = ()
     joint: Sequence[float] = ()
     marks: Sequence[Sequence[float]] = ()
 
 
-def tallied(replay: Replay, result: FunctionResult | None, end: End) -> Attempt:
-    """Return what this rank brings to the consensus."""
-    if result is None or end.status != OK:
-        return Attempt(end, None)
-    try:
-        updates = [each for final in result.finals for each in final.updates]
-        return Attempt(end, result, *replay.tally(updates, returned_values(result.metrics)))
-    except torch.AcceleratorError:  # the device is lost, and those of other ranks wait for it
-        raise
-    except Exception as error:  # a device reports late what went wrong there
-        return Attempt(End(FAILED, error), None)
+def tallied(replay: Replay, result: FunctionResult) -> StepTally:
+    """Read what this rank brings to the consensus."""
+    updates = [each for final in result.finals for each in final.updates]
+    return StepTally(*replay.tally(updates, returned_values(result.metrics)))
+
+
+def columns(step: Assembled, tally: StepTally | None, busy: float) -> Columns:
+    """The numbers of a rank by name."""
+    mine = tally or StepTally()
+    return {
+        "sums": (mine.sums, step.width),
+        "copies": (mine.copies, len(step.copied)),
+        **plain_columns(mine.plain),
+        "busy": ([busy], 1),
+    }

@@ -5,41 +5,41 @@ function, whose parts come to the ops of the schedule in their order. ``consensu
 and failures. ``conclude`` makes the next states of it.
 """
 
+import functools
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 from fshard import tree
 from fshard.collectives.scope import bind
 from fshard.errors import TreeError
 from fshard.parts.assemble import assemble, scheduled, task_of
-from fshard.parts.attempt import Attempt, tallied
+from fshard.parts.attempt import Attempt, columns, tallied
 from fshard.parts.leaf_ages import after_call, trained_leaves
 from fshard.parts.numbers import Numbers
 from fshard.parts.record import StepRecord, Untraced, record
 from fshard.parts.replay import Replay
-from fshard.parts.returned_values import joint_floats, plain_columns, with_floats
+from fshard.parts.returned_values import joint_floats, with_floats
 from fshard.parts.step_arguments import Arguments, Final, FunctionResult, check_mesh
 from fshard.parts.step_values import Updated
-from fshard.runtime.comm import COLLECTIVES, Facts, digest, mesh_communicator, refuse_nested
-from fshard.runtime.comm.communicator import SingleRankTransport, Transport
+from fshard.runtime.comm import COLLECTIVES, Facts, digest, refuse_nested
 from fshard.runtime.comm.communicators import Communicators
 from fshard.runtime.engine.batch import check_detached, signature
 from fshard.runtime.engine.loss_result import check_data, left_by_trace
 from fshard.runtime.engine.rng import seeded
 from fshard.runtime.execution import PendingUpdate, Shield, Update, parts_of
 from fshard.runtime.execution.executor import Scheduled
-from fshard.runtime.execution.observers import begin, observers_of
+from fshard.runtime.execution.observers import observers_of
 from fshard.runtime.execution.pending_update import joined
 from fshard.runtime.steps import Latest, Verdict, raise_failure
 from fshard.runtime.steps.batch_rows import rows_of
-from fshard.runtime.steps.consensus import FAILED, OK, Columns, exchange_row, status_alone
+from fshard.runtime.steps.consensus import FAILED, OK, status_alone
 from fshard.runtime.steps.failures import together
-from fshard.runtime.steps.handshake import Intent, agree
+from fshard.runtime.steps.handshake import Intent, Terms, agree
 from fshard.runtime.steps.measured_rates import decided, foreseen
-from fshard.runtime.steps.pace import Pace
-from fshard.runtime.steps.rank_end import End, attempted, decline, drained, foretold
+from fshard.runtime.steps.protocol import Meetings
+from fshard.runtime.steps.rank_end import End, decline, drained
 from fshard.runtime.steps.step_options import RunOptions
 from fshard.schedule.auto import Auto, Choice
 from fshard.schedule.infos import communicators
@@ -77,7 +77,7 @@ class StepRunner:
 
     def __init__(self, fn: Callable[..., Any], plan: Plan, running: RunOptions, donate: bool) -> None:
         self.fn, self.plan, self.running, self.donate = fn, plan, running, donate
-        self._rows, self._pace = rows_of(plan), Pace()
+        self._rows, self._meetings = rows_of(plan), Meetings(plan.mesh)
         self.busy: Sequence[float] = ()
         self.latest = Latest()
         self.choices: dict[StepRecord, Choice] = {}
@@ -99,13 +99,13 @@ class StepRunner:
             Exception: on all ranks alike, with every state as it was; whatever the function raises on this one.
         """
         refuse_nested(CALL)
-        control, replay = mesh_communicator(self.plan.mesh), None
+        control, replay = self._meetings.control, None
         try:
             facts, recorded, replay, executor = self._ready(given, shield)
             if replay is None or executor is None:
                 why = recorded.why if isinstance(recorded, Untraced) else ""
                 self.latest = Latest(apart=why or "its function has no passes")
-                agree(control, CALL, Intent(), given.batch, False, None, facts)
+                agree(self._meetings.control, Terms(CALL, batch=given.batch, facts=facts))
                 return why
             attempt, verdict = self._scheduled(replay, executor, given, shield, facts)
             if verdict.worst == FAILED:
@@ -113,12 +113,12 @@ class StepRunner:
             if verdict.worst == OK:
                 return self._concluded(replay, attempt, given)
         except BaseException:
-            self._transport.abort(COLLECTIVES, "the step failed")
+            self._meetings.transport.abort(COLLECTIVES, "the step failed")
             raise
         finally:
             if replay is not None:
                 replay.end()
-        self._transport.abort(COLLECTIVES, "the step failed")
+        self._meetings.transport.abort(COLLECTIVES, "the step failed")
         self._forget(given, replay)
         self.latest = Latest(apart=f"it left its schedule: {attempt.end.left or 'on another rank'}")
         return self.latest.apart
@@ -134,14 +134,14 @@ class StepRunner:
             recorded = self.recorded(given)
             facts = self._facts(given, recorded)
         except BaseException as error:
-            decline(mesh_communicator(self.plan.mesh), CALL, None, error)
+            decline(self._meetings.control, CALL, None, error)
         if isinstance(recorded, StepRecord) and recorded.passes and recorded not in self.replays:
             self._choose_policy(recorded, given, facts)
         try:
             replay = self._prepare(recorded, given.own)
             return facts, recorded, replay, None if replay is None else self._started(replay, given, shield)
         except BaseException as error:
-            decline(mesh_communicator(self.plan.mesh), CALL, None, error)
+            decline(self._meetings.control, CALL, None, error)
 
     def _check(self, given: Arguments) -> None:
         """Refuse states that do not fit."""
@@ -205,7 +205,7 @@ class StepRunner:
             return
         task, comms = task_of(recorded), Communicators(self.plan)
         text = repr(task.program)
-        agree(comms.control, CALL, Intent(digest(text), lambda: text), given.batch, False, None, facts)
+        agree(comms.control, Terms(CALL, Intent(digest(text), lambda: text), given.batch, facts))
         comms.open()
         self.choices[recorded] = decided(self.plan, comms, task, auto)
 
@@ -231,18 +231,14 @@ class StepRunner:
     def _scheduled(
         self, replay: Replay, executor: Scheduled, given: Arguments, shield: Shield, facts: Facts
     ) -> tuple[Attempt, Verdict]:
-        step, control = replay.step, mesh_communicator(self.plan.mesh)
-        comms, intent = step.programs[0].comms, Intent(step.digest, lambda: str(step.schedule))
+        step = replay.step
         rows = self._rows.of(any([each.spec.train for each in step.recorded.passes]), step.recorded.communicates)
         plain = any([each.plain or each.spec.train and not each.found.weighted for each in step.recorded.passes])
-        begin(self.plan.mesh, executor)
+        terms = Terms(CALL, Intent(step.digest, lambda: str(step.schedule)), given.batch, facts, rows, plain)
+        comms = [programs.comms for programs in step.programs]
         try:
-            with together(comms):
-                uneven = executor.handshake(lambda: agree(control, CALL, intent, given.batch, plain, None, facts, rows))
-                for programs in step.programs:
-                    programs.comms.open()
-                for axes in step.recorded.communicates:
-                    comms.transport.communicator(COLLECTIVES, axes)
+            uneven = self._meetings.handshake(executor, terms, comms, step.recorded.communicates)
+            with together(self._meetings.transport):
                 result, end = self._run(replay, executor, given, shield)
                 attempt, verdict = executor.consensus(lambda: self._decided(replay, executor, result, end, uneven))
         finally:
@@ -256,26 +252,16 @@ class StepRunner:
     def _decided(
         self, replay: Replay, executor: Scheduled, result: FunctionResult | None, end: End, uneven: Sequence[str]
     ) -> tuple[Attempt, Verdict]:
-        step, control = replay.step, mesh_communicator(self.plan.mesh)
-        failed = foretold(step.programs[0].comms.transport, control, end.status)
-        if failed is not None:
-            return Attempt(end, None), failed
-        with self._transport.program():
-            attempt = tallied(replay, result, end)
-        busy = [self._pace.busy(executor.record, executor.times)] if control.size > 1 else []
-        columns: Columns = {
-            "sums": (attempt.sums, step.width),
-            "copies": (attempt.copies, len(step.copied)),
-            **plain_columns(attempt.plain),
-            "busy": (busy, len(busy)),
-        }
-        row = exchange_row(control, attempt.end.status, columns)
-        self._pace.over()
-        self.busy = [seconds for each in row.told("busy") for seconds in each]
-        verdict = status_alone(row.status)
-        if verdict.worst == OK:
-            floats = joint_floats(control, row, attempt.plain, uneven)
-            attempt = attempt._replace(floats=floats, joint=row.summed("sums"), marks=row.told("copies"))
+        step, control = replay.step, self._meetings.control
+        tally = functools.partial(tallied, replay, cast(FunctionResult, result))
+        met = self._meetings.consensus(executor, end, tally, functools.partial(columns, step))
+        verdict, mine = status_alone(met.row.status), met.mine
+        if met.whole and control.size > 1:
+            self.busy = [seconds for (seconds,) in met.row.told("busy")]
+        attempt = Attempt(met.end, result)
+        if verdict.worst == OK and mine is not None:
+            floats = joint_floats(control, met.row, mine.plain, uneven)
+            attempt = Attempt(met.end, result, floats, met.row.summed("sums"), met.row.told("copies"))
         return attempt, verdict
 
     def _started(self, replay: Replay, given: Arguments, shield: Shield) -> Scheduled:
@@ -316,10 +302,8 @@ class StepRunner:
                 check_data(result.metrics)
                 return result
 
-        result, end = attempted(program, executor, self._transport)
+        result, end = self._meetings.run(executor, program)
         if end.status != OK:
-            # Ranks that wait for this one in a collective of the function learn at once that it will not come.
-            self._transport.abort(COLLECTIVES, str(end))
             replay.stand_in()
         return result, drained(executor, end)
 
@@ -327,19 +311,15 @@ class StepRunner:
         mesh = self.plan.mesh
         return seeded(state.seed, state.step, mesh.index(self.plan.data_axes), mesh.device)
 
-    @property
-    def _transport(self) -> Transport:
-        return self.plan.mesh.transport or SingleRankTransport()
-
     # -- conclude -----------------------------------------------------------------------------------------------------
 
     def _concluded(self, replay: Replay, attempt: Attempt, given: Arguments) -> tuple[Any, Any]:
         """The next states, and the metrics."""
         result = attempt.result
         assert result is not None
-        replay.marks.check(mesh_communicator(self.plan.mesh), self.plan.mesh, replay.step.copied, attempt.marks)
+        replay.marks.check(self._meetings.control, self.plan.mesh, replay.step.copied, attempt.marks)
         numbers = Numbers(replay, result, attempt.joint)
-        numbers.check(mesh_communicator(self.plan.mesh))
+        numbers.check(self._meetings.control)
         made = [self._memory(replay, final, given.states, numbers, result.copied) for final in result.finals]
         metrics = tree.mapped(numbers.named, with_floats(result.metrics, attempt.floats))
         for final, memory in zip(result.finals, made, strict=True) if self.donate else ():

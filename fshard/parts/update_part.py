@@ -27,7 +27,7 @@ from fshard.runtime.steps.clip import Clip, divisor
 from fshard.runtime.steps.consensus import FAILED, OK, Verdict, exchange_row
 from fshard.runtime.steps.decide import SkipRule, not_finite, skipped_by
 from fshard.runtime.steps.failures import raise_failure
-from fshard.runtime.steps.handshake import Intent, agree
+from fshard.runtime.steps.handshake import Intent, Terms, agree
 from fshard.runtime.steps.norm_sets import watched
 from fshard.runtime.steps.readings import Reading, RuleNorms, answers, squares
 from fshard.sharding.plan import Plan
@@ -129,7 +129,7 @@ class UpdateStep:
         except BaseException as error:
             failure = error
         intent = Intent(digest(["update", self.only]), self.__repr__)
-        agree(comm, PART, intent, None, False, failure, facts)
+        agree(comm, Terms(PART, intent, facts=facts), failure)
         assert flat is not None
         if state.stale:
             complete(state, self.plan.mesh)

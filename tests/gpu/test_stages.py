@@ -117,7 +117,7 @@ def test_a_second_read_of_the_device_is_seen(tmp_path: Path, monkeypatch: pytest
         readings.read([1.0])
         return real(*args)  # type: ignore[arg-type]
 
-    monkeypatch.setattr("fshard.runtime.steps.protocol.tally", twice)
+    monkeypatch.setattr("fshard.runtime.steps.runner.tally", twice)
     monkeypatch.setattr(syncs, "OPTIONS", {"plain": {}})
     monkeypatch.setattr(syncs, "KINDS", {})
     found = Found(tmp_path / "found.json")

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fshard as fs
-from fshard.runtime.steps.consensus import MEANS, consensus, exchange_row, tally
+from fshard.runtime.steps.consensus import MEANS, OK, exchange_row, tally, tally_columns, verdict_of
 from fshard.runtime.steps.readings import read
 from tests.shared.workers import Pools
 
@@ -93,7 +93,8 @@ def test_any_number_of_means_is_averaged(count: int) -> None:
 def averaged(mine: Any) -> Any:
     """On a played rank: the verdict."""
     mesh = fs.make_mesh((2,), ("any",))
-    return consensus(mesh.transport.communicator("control", mesh.axis_names), mine, 2, 1, 2.0)
+    comm = mesh.transport.communicator("control", mesh.axis_names)
+    return verdict_of(comm, exchange_row(comm, OK, tally_columns(mine)), mine, 2, 1, 2.0)
 
 
 @pytest.mark.parametrize("size", [1, 2])

@@ -6,8 +6,8 @@ from fshard.runtime.steps.decide import Decisions
 from fshard.runtime.steps.failures import raise_failure, refuse_compiling, refuse_transforms
 from fshard.runtime.steps.pass_spec import PassSpec
 from fshard.runtime.steps.programs import Prepared, Programs, make_programs
-from fshard.runtime.steps.protocol import Runner
 from fshard.runtime.steps.records import Latest, Outcome, StepRequest
+from fshard.runtime.steps.runner import Runner
 from fshard.runtime.steps.step_options import Options
 
 __all__ = [

@@ -54,6 +54,11 @@ class Tally:
     plain: PlainTold = PlainTold()
 
     @property
+    def more(self) -> list[float]:
+        """Its auxiliary means, and the floats among its plain values."""
+        return [*self.means, *self.plain.floats]
+
+    @property
     def mean(self) -> float:
         """This rank's own loss; 0 where it has none."""
         return self.total / self.count if self.count else 0.0
@@ -137,36 +142,41 @@ def _named_means(aux: Sequence[Any]) -> tuple[list[list[Mean]], tuple[int, int],
     return [list(row) for row in zip(*map(means_of, aux), strict=True)], fingerprint(aux), plain_values(aux)
 
 
-def consensus(
-    comm: Communicator, mine: Tally, parts: int, copies: int, divided: float, rules: int = 0, own: Sequence[float] = ()
-) -> Verdict:
-    """Exchange the tallies of all ranks.
+def tally_columns(mine: Tally, rules: int = 0, own: Sequence[float] = ()) -> "Columns":
+    """A tally as numbers by name.
 
     Args:
-        comm: the control communicator over the whole mesh.
         mine: this rank's.
-        parts: microbatches of the global batch, over ranks and accumulation.
-        copies: how many ranks work on the same part.
-        divided: what gradients were divided by: the parts, unless the loss was scaled or a short dtype needs otherwise.
         rules: for how many clipping rules there are norms.
         own: numbers that are not summed, but told by rank; as many on all ranks.
-
-    Raises:
-        LossError: losses or auxiliary means differ in kind between ranks, or plain values that must be equal do; on all
-            of them alike.
     """
-    more = [*mine.means, *mine.plain.floats]
-    columns: Columns = {
+    return {
         "square": ([mine.sumsq], 1),
         "loss": ([mine.total, mine.count], 2),
         "kind": ([mine.weighted, *mine.named], 3),
         "stop": ([mine.stop], 1),
         "plain": ([mine.plain.number], 1),
         "rules": (mine.rules, rules),
-        "more": (more[: 2 * MEANS], 2 * MEANS),
+        "more": (mine.more[: 2 * MEANS], 2 * MEANS),
         "own": (own, len(own)),
     }
-    row = exchange_row(comm, mine.status, columns)
+
+
+def verdict_of(comm: Communicator, row: "JointRow", mine: Tally, parts: int, copies: int, divided: float) -> Verdict:
+    """Return what the tallies of all ranks come to. Collective if they have more numbers than a row has room for.
+
+    Args:
+        comm: the control communicator over the whole mesh.
+        row: the ``tally_columns`` of all ranks.
+        mine: this rank's.
+        parts: microbatches of the global batch, over ranks and accumulation.
+        copies: how many ranks work on the same part.
+        divided: what gradients were divided by: the parts, unless the loss was scaled or a short dtype needs otherwise.
+
+    Raises:
+        LossError: losses or auxiliary means differ in kind between ranks, or plain values that must be equal do; on all
+            of them alike.
+    """
     if not any(row.status):
         kinds = row.told("kind")
         if len({*map(tuple, kinds)}) > 1:
@@ -177,7 +187,7 @@ def consensus(
     scale, elements = divided / parts, 0.0
     if any([weighted for weighted, *_ in row.told("kind")]):
         scale, elements = divided * copies / count if count else math.nan, count / copies
-    joint = [] if any(row.status) else columns_of(comm, row.told("more"), more)
+    joint = [] if any(row.status) else columns_of(comm, row.told("more"), mine.more)
     means, floats = _means(joint[: len(mine.means)]), joint[len(mine.means) :]
     return Verdict(
         status=row.status,

@@ -9,7 +9,7 @@ from fshard.arguments import raised
 from fshard.errors import BatchError, LossError, PeerError, ReplicationError, ScheduleError, TransformError, lines
 from fshard.runtime.comm import CALL_SITE_BYTES, Communicator, exchange_text, raise_failures
 from fshard.runtime.comm.call_site import call_site
-from fshard.runtime.comm.communicators import Communicators
+from fshard.runtime.comm.communicator import Transport
 from fshard.runtime.execution.executor import diverged
 from fshard.runtime.steps.consensus import CUT, FAILED
 from fshard.runtime.steps.step_refusals import step_transformed
@@ -119,7 +119,7 @@ def starved(error: BaseException) -> bool:
 
 
 @contextmanager
-def together(comms: Communicators) -> Iterator[None]:
+def together(transport: Transport) -> Iterator[None]:
     """Break the mesh by what leaves this otherwise than all ranks together.
 
     Its peers must not wait for it.
@@ -129,7 +129,7 @@ def together(comms: Communicators) -> Iterator[None]:
     except (PeerError, ScheduleError, BatchError, LossError, ReplicationError):
         raise
     except BaseException as error:
-        left = comms.transport.abort_all(raised(error))
+        left = transport.abort_all(raised(error))
         if left and left not in str(error):
             error.add_note(left)
         raise

@@ -33,27 +33,34 @@ END = Intent(digest("the end of the step"), "the end of the step".__str__)
 """The intent of a rank whose step function is over, where its parts run one by one."""
 
 
-def agree(
-    comm: Communicator,
-    call: str,
-    intent: Intent,
-    batch: Any,
-    equal_rows: bool,
-    failure: BaseException | None,
-    facts: Facts = Facts(),  # noqa: B008 - a frozen value
-    rows: BatchRows = BatchRows(),  # noqa: B008 - likewise
-) -> list[str]:
+@dataclass(frozen=True)
+class Terms:
+    """A rank's part in a handshake.
+
+    Attributes:
+        call: the name of the call, the same on all ranks.
+        intent: this rank's schedule.
+        batch: this rank's batch.
+        facts: what must be equal on all ranks.
+        rows: which sizes of batches must be equal.
+        equal_rows: whether batches must be of equal sizes on all ranks.
+    """
+
+    call: str
+    intent: Intent = Intent()  # noqa: RUF009 - a frozen value
+    batch: Any = None
+    facts: Facts = Facts()  # noqa: RUF009 - likewise
+    rows: BatchRows = BatchRows()  # noqa: RUF009 - likewise
+    equal_rows: bool = False
+
+
+def agree(comm: Communicator, terms: Terms, failure: BaseException | None = None) -> list[str]:
     """Compare this rank's call, facts, schedule and batch with all others', before anything else is sent.
 
     Args:
         comm: the control communicator over the whole mesh.
-        call: what is called, the same on all ranks.
-        intent: this rank's schedule.
-        batch: this rank's batch.
-        equal_rows: whether batches must be of equal sizes on all ranks.
+        terms: this rank's.
         failure: what went wrong on this rank before it could take part.
-        facts: what must be equal on all ranks.
-        rows: which sizes of batches must be equal.
 
     Returns:
         How the sizes of batches are unequal, a line a rank; nothing if they are not.
@@ -65,14 +72,14 @@ def agree(
         if failure is not None:
             raise failure
         return []
-    found = modes()
+    intent, facts, rows, found = terms.intent, terms.facts, terms.rows, modes()
     mine = [
         FAILED if failure else OK,
         intent.number,
         facts.number ^ number_of(found),
-        *rows.numbers(None if failure else batch),
+        *rows.numbers(None if failure else terms.batch),
     ]
-    told = announce(comm, call, mine)
+    told = announce(comm, terms.call, mine)
     status, schedules, numbers = zip(*[row[:3] for row in told], strict=True)
     if any(status):
         raise_failure(comm, failure, status)
@@ -83,7 +90,7 @@ def agree(
     if unlike := rows.unlike([row[3:] for row in told]):
         raise unlike
     uneven = rows.uneven([row[3:] for row in told])
-    if equal_rows and uneven:
+    if terms.equal_rows and uneven:
         raise uneven_rows(uneven)
     return uneven
 

@@ -1,393 +1,146 @@
 """One step on all ranks, in five stages. Each is a function of what the stage before returned.
 
 =============  =========================================================================================================
-``prepare``    What this rank is about to run: its program with a schedule and memory, and the microbatches. A rank that
-               cannot run anything says so in the handshake.
+``prepare``    A rank makes ready what it is about to run: its program with a schedule and memory, and the batch. If it
+               cannot run anything, it says so in the handshake.
 ``handshake``  Ranks compare what they are about to run, before anything else is sent.
 ``run``        The program runs, and with it every op of the schedule before the consensus. A rank whose program fails
                still issues the collectives that its schedule holds, with whatever data it has: no rank hangs.
 ``consensus``  Ranks exchange their losses, norms and failures. All learn at one point whether the step happened.
-``conclude``   The failure of any rank is raised on all of them. What is left is an outcome for whoever called:
-               ``training.train_step`` makes the next state of it.
+``conclude``   The failure of any rank is raised on all of them. What is left becomes the next state.
 =============  =========================================================================================================
 
-Where no schedule is known, because the program depends on values of tensors, or because it left its schedule, the same
-stages run with an executor that gathers on demand.
+The three in the middle, in which ranks meet, are here: one code for every kind of step. What is prepared and what is
+concluded depends on the kind: ``runner`` has a loss function with one pass, ``parts.step_runner`` a step function with
+as many passes and updates as it makes.
 """
 
-import warnings
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
-from dataclasses import replace
-from functools import partial
-from typing import Any
+import functools
+from collections.abc import Callable, Sequence
+from typing import Generic, NamedTuple, TypeVar
 
 import torch
 
-from fshard.errors import foreign_params
-from fshard.runtime.comm import COLLECTIVES, exchange, refuse_nested
-from fshard.runtime.comm.facts import Facts, digest
-from fshard.runtime.engine.batch import check_detached, check_device, check_even, microbatches
-from fshard.runtime.execution import ProgramTrace
-from fshard.runtime.execution.executor import OnDemand, Scheduled, program_of
-from fshard.runtime.execution.observers import begin, observers_of
-from fshard.runtime.execution.route import Observer
-from fshard.runtime.execution.trace_program import GlueWatch
-from fshard.runtime.steps.batch_rows import rows_of, uneven_rows
-from fshard.runtime.steps.consensus import FAILED, OK, RETRY, STARVED, Tally, consensus, tally
-from fshard.runtime.steps.failures import left_in_backward, raise_failure, report, request, starved, together
-from fshard.runtime.steps.finder import Finder, Fn
-from fshard.runtime.steps.float16 import divisor_of
-from fshard.runtime.steps.handshake import Intent, agree
+from fshard.runtime.comm import COLLECTIVES, Communicator, mesh_communicator
+from fshard.runtime.comm.communicator import SingleRankTransport, Transport
+from fshard.runtime.comm.communicators import Communicators
+from fshard.runtime.execution.executor import OnDemand, Scheduled
+from fshard.runtime.execution.observers import begin
+from fshard.runtime.steps.consensus import FAILED, OK, Columns, JointRow, exchange_row
+from fshard.runtime.steps.failures import together
+from fshard.runtime.steps.handshake import Terms, agree
 from fshard.runtime.steps.pace import Pace
-from fshard.runtime.steps.passes import Passes
-from fshard.runtime.steps.programs import Prepared, Programs
-from fshard.runtime.steps.rank_end import End, attempted, decline, drained, foretold
-from fshard.runtime.steps.readings import RuleNorms
-from fshard.runtime.steps.records import Agreed, Latest, Outcome, PassResult, ProgramRun, Ready, StepRequest
-from fshard.schedule.auto import Auto
+from fshard.runtime.steps.rank_end import End, attempted, foretold
+from fshard.sharding.mesh import Axes, Mesh
 
-PATIENCE = 3
-"""Steps that may leave their schedule before a warning says so."""
+T = TypeVar("T")
 
 
-class Runner:
-    """Runs one function of ``(params, batch)`` on the ranks of a plan.
-
-    Args:
-        fn: the loss function, or for evaluation any function.
-        programs: the programs; ``programs.train`` says which of the two it is.
-        call: what ranks call it when they compare their calls.
+class Met(NamedTuple, Generic[T]):
+    """The numbers that ranks have told each other at the end of a step.
 
     Attributes:
-        finder: finds the program of a batch.
-        latest: the latest run.
-        rows: which sizes of batches must be equal on all ranks.
-        parts: microbatches of the global batch, over ranks and accumulation.
-        divisor: what gradients are divided by before they are summed.
+        end: how this rank's part ended.
+        mine: what this rank has read of its part; None if that did not go well.
+        row: the numbers of all ranks; statuses alone if one has failed and devices run behind their hosts.
+        whole: whether the row has more than statuses.
     """
 
-    def __init__(self, fn: Fn, programs: Programs, call: str = "train step") -> None:
-        self.programs, self.plan, self.call = programs, programs.plan, call
-        self.finder = Finder(fn, programs)
-        self.latest = Latest()
-        self.rows = rows_of(self.plan)
-        self.parts = self.plan.data_size * programs.accumulate
-        self.in_backward = programs.train and programs.policy.update == "in_backward"
-        self.divisor = divisor_of(self.plan, self.parts, self.in_backward)
-        self.passes = Passes(fn, programs.train, self.in_backward, self.divisor)
+    end: End
+    mine: T | None
+    row: JointRow
+    whole: bool = True
+
+
+class Meetings:
+    """The stages of steps in which the ranks of a mesh meet.
+
+    Args:
+        mesh: the mesh.
+    """
+
+    def __init__(self, mesh: Mesh) -> None:
+        self.mesh = mesh
         self._pace = Pace()
-        self._retries = 0
-        self._told = False
 
-    def run(self, given: StepRequest) -> Outcome:
-        """Run the function on all ranks, again if its program was not the expected one.
+    @functools.cached_property
+    def control(self) -> Communicator:
+        """The control communicator over the whole mesh."""
+        return mesh_communicator(self.mesh)
 
-        Raises:
-            BatchError, ScheduleError, ReplicationError, PeerError, CommError: on all ranks alike.
-            LossError: the call is made inside of a function that another step runs.
-            BaseException: whatever the function raises on this rank.
-        """
-        refuse_nested(self.call)
-        transport = self.programs.comms.transport
-        try:
-            ready = self._prepare(given)
-            outcome = self._attempt(ready)
-            while outcome.verdict.worst == STARVED:
-                transport.abort(COLLECTIVES)
-                ready = self._prepare_without(ready)
-                outcome = self._attempt(ready)
-            if outcome.verdict.worst == RETRY:
-                transport.abort(COLLECTIVES)
-                outcome = self._attempt(self._prepare_again(ready, outcome))
-            return self._conclude(outcome)
-        except BaseException:
-            # Collectives of the program may be half done, on any rank: all ranks begin with new communicators.
-            transport.abort(COLLECTIVES)
-            raise
+    @functools.cached_property
+    def transport(self) -> Transport:
+        """The transport of the mesh."""
+        return self.mesh.transport or SingleRankTransport()
 
-    @contextmanager
-    def observed(self, batch: Any, observer: Observer) -> Iterator[Prepared]:
-        """The program of a batch, of whose ops an observer is told while this lasts."""
-        found, programs = self.finder.look(batch), self.programs
-        assert found is not None
-        prepared = programs.scheduled(found)
-        key = next(key for key, made in programs.made.items() if made is prepared)
-        assert prepared.route is not None
-        programs.made[key] = replace(prepared, route=replace(prepared.route, observers=(observer,)))
-        try:
-            yield prepared
-        finally:
-            programs.made[key] = prepared
+    def handshake(
+        self, executor: Scheduled | OnDemand, terms: Terms, comms: Sequence[Communicators], axes: Sequence[Axes]
+    ) -> list[str]:
+        """Compare what ranks are about to run, and open the communicators that it needs.
 
-    def _attempt(self, ready: Ready) -> Outcome:
-        try:
-            return self._consensus(self._run(self._handshake(ready)))
-        finally:
-            self._release(ready.prepared)
-
-    # -- prepare ------------------------------------------------------------------------------------------------------
-
-    def _prepare(self, given: StepRequest) -> Ready:
-        programs, batch, facts = self.programs, given.batch, Facts()
-        try:
-            given.refuse()
-            facts = given.facts() if self.plan.mesh.size > 1 else facts
-            check_device(batch, self.plan.mesh.device)
-            if programs.train:
-                check_detached(batch)
-            parts = microbatches(batch, programs.accumulate, self.plan.batch)
-            found = self.finder.look(batch)
-            if programs.train and found is not None and not found.weighted:
-                check_even(batch, programs.accumulate)
-        except BaseException as error:
-            decline(programs.comms.control, self.call, batch, error)
-        if found is not None and (auto := programs.undecided(found)) is not None:
-            found = self._choose_policy(found, auto, batch, facts)
-        return self._ready(given, found, parts, facts)
-
-    def _ready(self, given: StepRequest, found: ProgramTrace | None, parts: Sequence[Any], facts: Facts) -> Ready:
-        """The program with its memory, on demand if there is none, and the loop over its ops."""
-        try:
-            prepared = self.programs.scheduled(found) if found is not None else self.programs.on_demand()
-            return Ready(given, prepared, self._executor(prepared, given), parts, facts)
-        except BaseException as error:  # most likely, there is not enough memory
-            decline(self.programs.comms.control, self.call, given.batch, error)
-
-    def _executor(self, prepared: Prepared, given: StepRequest) -> Scheduled | OnDemand:
-        if prepared.route is not None:
-            prepared.actions.start(given.shards, given.update, self.in_backward, given.accumulated, given.feedback)
-            executor = Scheduled(prepared.route, prepared.actions, given.shield, observers_of(self.plan.mesh))
-            self.latest = Latest(prepared.route.schedule, executor.record, executor.times, prepared)
-            return executor
-        control, reads = self.programs.comms.control, prepared.engine.units.reads
-        on_demand = OnDemand(
-            prepared.actions,
-            [group.name for group in self.plan.groups],
-            lambda unit: list(reads[unit].groups),
-            lambda text: request(control, text),
-            self.programs.closing,
-            given.shield,
-        )
-        self.latest = Latest(record=on_demand.record)
-        return on_demand
-
-    def _choose_policy(self, found: ProgramTrace, auto: Auto, batch: Any, facts: Facts) -> ProgramTrace:
-        """Choose the policy of a new program. All ranks are here, with the same program, or none goes on.
+        Args:
+            executor: of this rank.
+            terms: what must be equal.
+            comms: the communicators of each pass.
+            axes: those of the collectives that the program itself calls.
 
         Returns:
-            The program, with the units that are computed again then.
+            How the sizes of batches are unequal, a line a rank; nothing if they are not.
+
+        Raises:
+            ReplicationError, ScheduleError, BatchError, PeerError: on every rank alike.
         """
-        comms = self.programs.comms
-        intent = Intent(digest(found.program.text), lambda: found.program.text.replace(", ", ",\n"))
-        agree(comms.control, self.call, intent, batch, False, None, facts)
-        comms.open()
-        self.programs.decide(found, auto, partial(self.finder.again, batch))
-        return self.finder.look(batch) or found
+        transport = self.transport
+        begin(self.mesh, executor)
+        with together(transport):
+            uneven = executor.handshake(lambda: agree(self.control, terms))
+            for each in comms:
+                each.open()
+            for some in axes:
+                transport.communicator(COLLECTIVES, some)  # all ranks are here, and none can fail alone yet
+        return uneven
 
-    def _prepare_again(self, ready: Ready, outcome: Outcome) -> Ready:
-        """Return what all ranks run after a program has left its schedule: the same, on demand."""
-        update = ready.request.update
-        if self.in_backward and OK in outcome.verdict.status:
-            raise left_in_backward()
-        if self.in_backward and update is not None:
-            update.resume()
-        self._count_retry(outcome)
-        return self._ready(ready.request, None, ready.parts, ready.facts)
+    def run(self, executor: Scheduled | OnDemand, program: Callable[[], T]) -> tuple[T | None, End]:
+        """Run this rank's program. Where it fails, ranks that wait in its collectives learn at once that none come."""
+        result, end = attempted(program, executor, self.transport)
+        if end.status != OK:
+            self.transport.abort(COLLECTIVES, str(end))
+        return result, end
 
-    def _prepare_without(self, ready: Ready) -> Ready:
-        """Return what all ranks run after one had too little memory for a policy that is being timed: the next one."""
-        contest, batch = ready.prepared.contest, ready.request.batch
-        assert contest is not None
-        contest.fail()
-        found = self.finder.look(batch)
-        assert found is not None and isinstance(self.programs.policy, Auto)
-        self.programs.decide(found, self.programs.policy, partial(self.finder.again, batch))
-        return self._ready(ready.request, found, ready.parts, ready.facts)
+    def consensus(
+        self,
+        executor: Scheduled | OnDemand,
+        end: End,
+        tally: Callable[[], T],
+        columns: Callable[[T | None, float], Columns],
+    ) -> Met[T]:
+        """Exchange how each rank's part went, and its numbers: one read of the device, and one exchange.
 
-    def _count_retry(self, outcome: Outcome) -> None:
-        self._retries += 1
-        if self._retries == PATIENCE:
-            warnings.warn(
-                f"{PATIENCE} steps left their schedule and ran again, gathered on demand: right, but slow, and with "
-                f"the memory of all parameters. The last one: {outcome.end.left or 'on another rank'}. Let Python "
-                f"values that decide which units run be part of the batch: then each has a schedule of its own",
-                stacklevel=4,
-            )
-
-    # -- handshake ----------------------------------------------------------------------------------------------------
-
-    def _handshake(self, ready: Ready) -> Agreed:
-        prepared, given, comms = ready.prepared, ready.request, self.programs.comms
-        intent = Intent(prepared.digest, prepared.text)
-        equal_rows = self.programs.train and prepared.weighted is False
-        rows = self.rows.of(self.programs.train and prepared.route is not None, prepared.axes)
-        begin(self.plan.mesh, ready.executor)
-        with together(comms):
-            uneven = ready.executor.handshake(
-                lambda: agree(comms.control, self.call, intent, given.batch, equal_rows, None, ready.facts, rows)
-            )
-            comms.open()
-            for axes in prepared.axes:
-                comms.transport.communicator(COLLECTIVES, axes)  # all ranks are here, and none can fail alone yet
-        return Agreed(ready, uneven)
-
-    # -- run ----------------------------------------------------------------------------------------------------------
-
-    def _run(self, agreed: Agreed) -> ProgramRun:
-        executor, transport = agreed.ready.executor, self.programs.comms.transport
-        with together(self.programs.comms):
-            measured, end = attempted(lambda: self._program(agreed), executor, transport)
-            if end.status != OK:
-                # Ranks that wait for this one in a collective of the program learn at once that it will not come.
-                transport.abort(COLLECTIVES, str(end))
-            if isinstance(executor, Scheduled):
-                end = self._excused(agreed, drained(executor, self._stopped(agreed, end)))
-            else:
-                end = self._reported(end)
-            return ProgramRun(agreed, measured or PassResult(), end)
-
-    def _program(self, agreed: Agreed) -> PassResult:
-        """Run the program of this rank."""
-        executor, given, prepared = agreed.ready.executor, agreed.ready.request, agreed.ready.prepared
-        if isinstance(executor, OnDemand):
-            if given.update is not None and not self.in_backward:
-                given.update.finish()
-                executor.ask("the update")  # others would wait for the parts of a rank whose update has failed
-                prepared.actions.complete(given.update)
-            prepared.actions.start(given.shards, None, False, given.accumulated, given.feedback)
-        watch, opened = partial[Any](nullcontext), given.shield.opened
-        if isinstance(executor, OnDemand):
-            watch = partial(GlueWatch, prepared.engine, executor, self.programs.train)
-        with given.randomness():
-            measured = self.passes.run(prepared.engine, executor, agreed.ready.parts, given.loss_scale, opened, watch)
-        if isinstance(executor, OnDemand):
-            self._check_rows(agreed, measured)
-            executor.ask("the end of the program")  # a rank that failed after its last request answers here
-        return measured
-
-    def _check_rows(self, agreed: Agreed, measured: PassResult) -> None:
-        """Refuse a plain mean over unequal rows: on demand, only the run shows that the loss is one."""
-        if self.programs.train and not measured.weighted:
-            if agreed.uneven:
-                raise uneven_rows(agreed.uneven)
-            check_even(agreed.ready.request.batch, len(agreed.ready.parts))
-
-    def _stopped(self, agreed: Agreed, end: End) -> End:
-        """Update nothing more, where a program that did not end updates in its backward."""
-        update = agreed.ready.request.update
-        if end.status == OK or not self.in_backward or update is None:
-            return end
-        update.stop()
-        return End(FAILED, end.failure or left_in_backward()) if update.begun else end
-
-    def _excused(self, agreed: Agreed, end: End) -> End:
-        """Ask for another policy, where there was too little memory for one that the step could do without."""
-        contest, failure = agreed.ready.prepared.contest, end.failure
-        if self.in_backward or contest is None or not contest.dispensable:
-            return end
-        return End(STARVED, failure) if failure is not None and starved(failure) else end
-
-    def _reported(self, end: End) -> End:
-        """Tell the other ranks that this one's program, on demand, has failed."""
-        if end.status == RETRY:
-            # On demand everything of this step is readable.
-            end = End(FAILED, foreign_params())
-        if end.failure is not None:
-            report(self.programs.comms.control, end.failure, end.status)
-        return end
-
-    # -- consensus ----------------------------------------------------------------------------------------------------
-
-    def _consensus(self, ran: ProgramRun) -> Outcome:
-        agreed, executor = ran.agreed, ran.agreed.ready.executor
-        if isinstance(executor, OnDemand) and ran.end.failure is not None:
-            raise ran.end.failure  # the other ranks know
-        with together(self.programs.comms):
-            outcome = executor.consensus(lambda: self._decided(ran))
-        if isinstance(executor, OnDemand):
-            self._learn(agreed, executor, ran.measured.weighted)
-        return outcome
-
-    def _decided(self, ran: ProgramRun) -> Outcome:
-        end, given, comms = ran.end, ran.agreed.ready.request, self.programs.comms
-        failed = foretold(comms.transport, comms.control, end.status)
+        Args:
+            executor: of this rank.
+            end: how its part ended.
+            tally: reads its numbers from the device; called if the part went well.
+            columns: these numbers, or those of a part that did not go well, and the seconds that this rank was busy.
+        """
+        transport, mine = self.transport, None
+        failed = foretold(transport, self.control, end.status)
         if failed is not None:
-            return Outcome(failed, ran.measured, end, ran.agreed.uneven, 1.0)
-        with comms.transport.program():
-            end, mine = self._tally(ran) if end.status == OK else (end, Tally(end.status))
-        copies, divided = self.plan.mesh.size // self.plan.data_size, self.divisor / given.loss_scale
-        busy = self._pace.busy(self.latest.record, self.latest.times) if comms.control.size > 1 else 0.0
-        verdict = consensus(comms.control, mine, self.parts, copies, divided, given.rules, (busy, mine.mean))
-        if verdict.unlike and ran.agreed.uneven and verdict.worst == OK:
-            raise uneven_rows(ran.agreed.uneven, verdict.unlike)
+            return Met(end, None, failed, False)
+        if end.status == OK:
+            with transport.program():
+                mine, end = _read(tally, end)
+        times = executor.times if isinstance(executor, Scheduled) else ()
+        busy = self._pace.busy(executor.record, times) if self.control.size > 1 else 0.0
+        row = exchange_row(self.control, end.status, columns(mine, busy))
         self._pace.over()
-        return Outcome(verdict, ran.measured, end, ran.agreed.uneven, divided)
+        return Met(end, mine, row)
 
-    def _tally(self, ran: ProgramRun) -> tuple[End, Tally]:
-        given, gradients = ran.agreed.ready.request, ran.agreed.ready.prepared.actions.gradients
-        losses, aux, weighted = ran.measured
-        try:
-            if not self.programs.train:  # all ranks average as many numbers, or none does
-                return ran.end, tally((), (), (), aux, False, False)
-            gradients.complete()
-            norms = {group: (gradients.shares[group], norm) for group, norm in gradients.all_norms().items()}
-            rule_norms: Sequence[RuleNorms] = ()
-            if given.rules:
-                gradients.arrive()
-                rule_norms = given.rule_norms(norms)
-            return ran.end, tally([*norms.values()], rule_norms, losses, aux, weighted, given.stop)
-        except torch.AcceleratorError:  # the device is lost, and those of other ranks wait for it
-            raise
-        except Exception as error:  # a device reports late what went wrong there
-            return End(FAILED, error), Tally(FAILED)
 
-    def _learn(self, agreed: Agreed, executor: OnDemand, weighted: bool) -> None:
-        """Write down the program that a run on demand has found, for a schedule."""
-        engine = agreed.ready.prepared.engine
-        program = program_of(executor, {name: list(read.groups) for name, read in engine.units.reads.items()})
-        found = ProgramTrace(
-            program, weighted, True, frozenset(engine.inner), exact=engine.exact, remat=self.programs.remat
-        )
-        found = replace(found, scaled=tuple(executor.scaled))
-        if self.programs.train or self._common(found):
-            self.finder.learn(agreed.ready.request.batch, found)
-
-    def _common(self, found: ProgramTrace) -> bool:
-        """Tell whether all ranks have found the same program; evaluations may end at different calls. Collective."""
-        control = self.programs.comms.control
-        if control.size == 1:
-            return True
-        numbers = exchange(control, torch.tensor([digest(found.program.text)], device="cpu"))
-        common = len(set(numbers.flatten().tolist())) == 1
-        if not common and not self._told:
-            self._told = True
-            warnings.warn(
-                "ranks called other units, or in another order, in an evaluation that depends on values: right, but "
-                "such an evaluation has no schedule, and gathers on demand, with the memory of all parameters",
-                stacklevel=7,
-            )
-        return common
-
-    def _release(self, prepared: Prepared) -> None:
-        """Let go of what the attempt was given, and of all that is made for it alone."""
-        prepared.actions.stop()
-        if prepared.route is None:
-            if self.programs.cache is not None:
-                self.programs.cache.meet(prepared.engine.units.reads)
-            # Slots and engine refer to each other, so their arena would wait for the garbage collector.
-            prepared.engine.release()
-
-    # -- conclude -----------------------------------------------------------------------------------------------------
-
-    def _conclude(self, outcome: Outcome) -> Outcome:
-        verdict, latest = outcome.verdict, self.latest
-        contest = latest.prepared.contest if latest.prepared is not None else None
-        if verdict.worst == FAILED:
-            if contest is not None:
-                contest.fail()
-            own = verdict.status[self.plan.mesh.rank]
-            raise_failure(self.programs.comms.control, outcome.end.failure, verdict.status, own)
-        if contest is not None:
-            contest.note(latest.times)
-        return outcome
+def _read(tally: Callable[[], T], end: End) -> tuple[T | None, End]:
+    """Return what a rank reads of its part, and how it ended: a device reports late what went wrong there."""
+    try:
+        return tally(), end
+    except torch.AcceleratorError:  # the device is lost, and those of other ranks wait for it
+        raise
+    except Exception as error:
+        return None, End(FAILED, error)

@@ -10,9 +10,9 @@ from fshard.runtime.comm import COLLECTIVES, Communicator
 from fshard.runtime.comm.communicator import Transport
 from fshard.runtime.engine.proxies import Mispredicted
 from fshard.runtime.execution.executor import OnDemand, Scheduled
-from fshard.runtime.steps.consensus import CUT, FAILED, OK, RETRY, Verdict, exchange_row, status_alone
+from fshard.runtime.steps.consensus import CUT, FAILED, OK, RETRY, JointRow, exchange_row
 from fshard.runtime.steps.failures import starved
-from fshard.runtime.steps.handshake import Intent, agree
+from fshard.runtime.steps.handshake import Terms, agree
 
 T = TypeVar("T")
 
@@ -75,7 +75,7 @@ def drained(executor: Scheduled, end: End) -> End:
     return end
 
 
-def foretold(transport: Transport, control: Communicator, status: int) -> Verdict | None:
+def foretold(transport: Transport, control: Communicator, status: int) -> JointRow | None:
     """Exchange statuses where devices run behind their hosts, before anybody reads a device. Collective there.
 
     A rank whose program has failed leaves its peers' devices waiting in a collective of the program, and a peer that
@@ -88,19 +88,19 @@ def foretold(transport: Transport, control: Communicator, status: int) -> Verdic
         status: how this rank's part went.
 
     Returns:
-        The verdict, if a rank's part did not go well; else None. None too, without an exchange, where a wait for a
+        The statuses, if a rank's part did not go well; else None. None too, without an exchange, where a wait for a
         collective blocks the host: a failure is an error there.
     """
     if not transport.asynchronous:
         return None
-    verdict = status_alone(exchange_row(control, status, {}).status)
-    if verdict.worst == OK:
+    row = exchange_row(control, status, {})
+    if not any(row.status):
         return None
     transport.abort(COLLECTIVES, "the step failed on another rank" if status == OK else "the step failed")
-    return verdict
+    return row
 
 
 def decline(control: Communicator, call: str, batch: Any, error: BaseException) -> NoReturn:
     """Tell the other ranks, which wait in the handshake, why this one does not take part, and raise it."""
-    agree(control, call, Intent(), batch, False, error)
+    agree(control, Terms(call, batch=batch), error)
     raise error
