@@ -56,13 +56,13 @@ parity: $(STAMP)  ## Run every model under every schedule, on 1 to 4 ranks: half
 fuzz: $(STAMP)  ## Run generated models, meshes and options against one plain process; ARGS="--cases 1000 --seed 0".
 	$(BIN)/python -m tests.fuzz $(ARGS)
 
-faults: $(STAMP)  ## Kill ranks and spoil files at every phase, and write the table of docs/reliability.md.
-	$(BIN)/python -m tests.faults.matrix --write docs/reliability.md $(ARGS)
+faults: $(STAMP)  ## Kill ranks and spoil files at every phase, and write the tables of tests/faults/README.md.
+	$(BIN)/python -m tests.faults.matrix --write tests/faults/README.md $(ARGS)
 
 hostile: $(STAMP)  ## Load ten thousand hostile files, each within bounds of memory and time.
 	$(BIN)/python -m tests.security.hostile --cases 10000 $(ARGS)
 
-suites: $(STAMP)  ## Run PyTorch's lists of modules, operators and optimizers as units of sharded models; ARGS="--every 10".
+suites: $(STAMP)  ## Run PyTorch's lists of modules and operators as units of sharded models; ARGS="--every 10".
 	$(BIN)/python -m tests.suites $(ARGS)
 
 mutations: $(STAMP)  ## Put twenty seeded faults into copies of the tree: tests must catch each.

@@ -53,6 +53,7 @@ def listed(page: Path) -> set[Path]:
 
 def test_every_page_is_in_a_toctree() -> None:
     pages = {*ROOT.glob("*.md"), *(ROOT / "benchmarks").glob("*.md"), *(ROOT / "docs").rglob("*.md")}
+    pages |= {*(ROOT / "tests").rglob("*.md")}
     pages |= {*(ROOT / "docs" / "api").glob("*.rst"), *(ROOT / "examples").rglob("*.ipynb")}
     pages |= {*(ROOT / "examples").glob("*.py"), *(ROOT / "examples").glob("*.md")}
     front, reached, seen = ROOT / "docs" / "index.md", set(), [ROOT / "docs" / "index.md"]
