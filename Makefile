@@ -43,7 +43,7 @@ bench: $(STAMP)  ## Run every benchmark in its quick form, against the peers; as
 gpu: $(if $(WITH),,$(STAMP))  ## Find out on one GPU, in 25 minutes, what only hardware shows; a dry run without one.
 	$(or $(WITH),$(BIN)/python) -m tests.gpu $(ARGS)
 
-test: $(STAMP)  ## Check style and types, and run the tests: some twenty minutes on two cores.
+test: $(STAMP)  ## Check style and types, and run the tests: some fifteen minutes on two cores.
 	@$(call beside_lint,$(PYTEST) $(ARGS))
 
 quick: $(STAMP)  ## Check style and types, and run the short tests that start no process: six minutes; ROOM=schedule for one room.

@@ -165,6 +165,7 @@ def test_a_range_is_written_in_place() -> None:
     assert torch.equal(out, arrived(x, form) + 1)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("form", [*FORMS, *OPTIONS], **IDS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 def test_rows_are_added_one_after_the_other(form: WireFormat, dtype: torch.dtype) -> None:

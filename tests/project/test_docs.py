@@ -152,6 +152,7 @@ def test_optimizers(capsys: pytest.CaptureFixture[str]) -> None:
 PLAIN = ("from-fsdp2.md", "from-jax.md", "gpus.md", "meshes.md", "precision.md", "reliability.md", "slow-links.md")
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("name", PLAIN)
 def test_pages_that_need_nothing(name: str) -> None:
     torch.manual_seed(0)
