@@ -32,9 +32,9 @@ help:  ## Show what can be made.
 	@echo '  RANKS=4 and ARGS="..." are passed on by make train, ARGS by make test, quick, fuzz, docs, gpu and bench.'
 	@echo '  WITH=python3 runs make gpu with a Python that has PyTorch already, where nothing can be installed.'
 
-train: $(BASE)  ## Train a small GPT, sharded over RANKS processes of this machine.
+train: $(BASE)  ## Train a small GPT for 400 steps, sharded over RANKS processes of this machine.
 	@echo 'Training on $(RANKS) ranks:'
-	$(BIN)/torchrun --standalone --nproc-per-node $(RANKS) examples/train_gpt.py $(ARGS)
+	$(BIN)/torchrun --standalone --nproc-per-node $(RANKS) examples/train_gpt.py --steps 400 $(ARGS)
 
 bench: $(STAMP)  ## Run every benchmark in its quick form, against the peers; as root also over limited links.
 	@status=0; for name in $(BENCH); do \
