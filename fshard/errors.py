@@ -207,6 +207,16 @@ class NonFiniteError(ShardError, ArithmeticError):
     """
 
 
+class CorruptionError(ShardError, RuntimeError):
+    """A rank computed a step twice, with different results. The state is as it was before the step.
+
+    >>> import fshard as fs
+    >>> raise fs.errors.CorruptionError("step 100 was computed twice, ...")
+    Traceback (most recent call last):
+    fshard.errors.CorruptionError: step 100 was computed twice, ...
+    """
+
+
 class RematError(ShardError, RuntimeError):
     """A function cannot be recomputed: it would return other values, or lose a gradient.
 
