@@ -208,13 +208,7 @@ class NonFiniteError(ShardError, ArithmeticError):
 
 
 class CorruptionError(ShardError, RuntimeError):
-    """A rank computed a step twice, with different results. The state is as it was before the step.
-
-    >>> import fshard as fs
-    >>> raise fs.errors.CorruptionError("step 100 was computed twice, ...")
-    Traceback (most recent call last):
-    fshard.errors.CorruptionError: step 100 was computed twice, ...
-    """
+    """A rank computed a step twice, with different results (``fs.recheck``). The state is as it was before."""
 
 
 class RematError(ShardError, RuntimeError):

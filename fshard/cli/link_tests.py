@@ -87,7 +87,7 @@ def _best(mesh: Mesh, work: Callable[[], Any]) -> float:
 
 
 def _clocks(mesh: Mesh) -> list[float]:
-    """How far each rank's clock is ahead of rank 0's, to within the time of a message."""
+    """The seconds that each rank's clock is ahead of rank 0's, to within the time of a message."""
     comm = mesh_communicator(mesh)
     rows = []
     for _ in range(CLOCK_TRIES):

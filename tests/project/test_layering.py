@@ -18,7 +18,6 @@ def house() -> dict[str, layering.Module]:
     return layering.load(ROOT)
 
 
-@pytest.mark.sample(3)
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
 def test_the_package_keeps_the_rule(rule: layering.Rule, house: dict[str, layering.Module]) -> None:
     problems = rule(house)
