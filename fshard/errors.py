@@ -370,13 +370,6 @@ def stopped_by_program(paths: Sequence[str]) -> UnitError:
     )
 
 
-def foreign_params() -> UnitError:
-    """A program uses parameters that belong to another step."""
-    return UnitError(
-        "the program reads parameters of another step: use params only inside the loss function that receives them"
-    )
-
-
 def unknown_axis(axis: object, names: Sequence[str]) -> AxisError:
     """A value that is not the name of an axis of this mesh."""
     have = ", ".join(map(repr, names))
