@@ -25,7 +25,7 @@ endef
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help map route freeze suites mutations train bench gpu test quick parity fuzz faults hostile prose docs notebooks site lint format clean
+.PHONY: help map route freeze suites mutations train bench gpu test quick parity fuzz faults hostile prose docs notebooks site lint format release clean
 
 help:  ## Show what can be made.
 	@sed -n 's/^\([a-z]*\):.*## /  make \1	/p' $(MAKEFILE_LIST)
@@ -97,6 +97,15 @@ lint: $(STAMP)  ## Check style, format and types.
 format: $(STAMP)  ## Sort imports and format every file.
 	$(BIN)/ruff check --quiet --fix --select I .
 	$(BIN)/ruff format .
+
+release: $(STAMP)  ## Build the wheel and the sdist in build/dist, check and try them, and run all tests. It tags and uploads nothing.
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[release]'
+	rm -rf build/dist
+	$(BIN)/python -m build --outdir build/dist .
+	$(BIN)/python -m twine check --strict build/dist/*
+	$(BIN)/check-wheel-contents build/dist/*.whl
+	$(PYTEST) -m "slow or not slow" tests/project/test_packaging.py
+	$(MAKE) test
 
 clean:  ## Remove the environment, caches and build products.
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
