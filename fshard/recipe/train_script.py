@@ -1,0 +1,319 @@
+"""The script of a config: plain Python that trains with public functions of fshard alone.
+
+``fs.train`` runs this script, and ``fshard train --emit-script`` writes it, so both do the same.
+"""
+
+import ast
+import inspect
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from string import Template
+from typing import Any
+
+from fshard.recipe import script_pieces, script_readers
+from fshard.recipe.config_checks import check_config, is_function, reads_weights, source_format
+from fshard.recipe.config_text import given_values
+from fshard.recipe.train_config import TrainConfig
+from fshard.version import VERSION
+
+TEMPLATE = '''
+CONFIG = $config
+"""What the config said, for trackers."""
+
+
+def read_data():
+    """Return rows to train on, and rows that are held out."""
+    records, tokens = $records, $tokens
+?windows     text = torch.cat([tokens(text) for text in field_values(records, $text)])
+?windows     train, test = held_out(text, $share)
+?windows     return train.unfold(0, $window, 1), test.unfold(0, $window, $length)
+?packed     documents = [tokens(text, end=$end) for text in field_values(records, $text)]
+?packed     return [fs.data.Packed(part, $length, split=$split) for part in held_out(documents, $share)]
+?sft|dpo     prompts = [tokens(text) for text in field_values(records, $prompt)]
+?sft     answers = [tokens(text, end=True) for text in field_values(records, $answer)]
+?sft     documents = [torch.cat(both) for both in zip(prompts, answers)]
+?sft     marks = [torch.arange(len(both)) >= len(prompt) for prompt, both in zip(prompts, documents)]
+?sft     parts = zip(held_out(documents, $share), held_out(marks, $share))
+?sft     return [Answers(*[fs.data.Packed(part, $length, split=$split) for part in both]) for both in parts]
+?dpo     better = [tokens(text, end=True) for text in field_values(records, $chosen)]
+?dpo     worse = [tokens(text, end=True) for text in field_values(records, $rejected)]
+?dpo     return held_out([padded(*three, $length) for three in zip(prompts, better, worse)], $share)
+
+
+def make_model():
+    """Return the model. Its parameters take no memory."""
+?file     make = from_file($source)
+?hf     config = hugging_face_config($source, $options)
+    with fs.empty_weights():
+?file         model = fs.split(make(**$options), units=$units)
+?hf         model = fs.split(hugging_face_model(config).train(), units=$units)
+?lora     model = fs.lora.wrap(model, $targets, rank=$rank, alpha=$alpha, seed=$seed)
+    return model
+
+
+def make_plan(model, mesh):
+    """Say which rank holds what."""
+    return fs.make_plan(model, mesh, $rules, batch=fs.P($batch_axes), precision=$precision)
+
+
+?dpo def margin_of(model):
+?dpo     """Return the function of the log odds of better answers against worse ones."""
+?dpo
+?dpo     def margin(params, batch):
+?dpo         tokens, marks = batch["tokens"].flatten(0, 1), batch["marks"].flatten(0, 1)
+?dpo         better, worse = answer_scores($logits, tokens, marks).unflatten(0, (-1, 2)).unbind(1)
+?dpo         return better - worse
+?dpo
+?dpo     return margin
+?dpo
+?dpo
+def loss_of(model):
+    """Return the loss function."""
+?dpo     margin = margin_of(model)
+
+    def loss_fn(params, batch):
+?dpo         return -functional.logsigmoid($beta * (margin(params, batch) - batch["before"])).mean()
+?windows         tokens, targets = batch[:, :-1], batch[:, 1:].flatten()
+?windows         return functional.cross_entropy($logits.float().flatten(0, 1), targets)$nats
+?packed|sft         tokens, targets = batch["tokens"], batch["targets"].flatten()
+?packed|sft         losses = functional.cross_entropy($logits.float().flatten(0, 1), targets, reduction="sum")
+?packed|sft         return fs.Mean(losses$nats, (targets >= 0).sum())
+
+    return loss_fn
+
+
+def make_step(model, plan):
+    """Make the train step, with its optimizer."""
+    rate = $rate
+    opt = $optimizer
+    return fs.make_train_step(loss_of(model), opt, plan, $step)
+
+
+def train(mesh):
+    """Train on these ranks, and return the last state."""
+    (rows, tests), model = read_data(), make_model()
+    plan = make_plan(model, mesh)
+    step = make_step(model, plan)
+
+    def start(opt=step.opt):
+        return $start
+
+?dpo     reference, judge = start(None), fs.make_eval_step(margin_of(model), plan)
+?dpo
+?windows|dpo     def batch_of(rows, places):  # this rank's part of a global batch
+?windows         return plan.local_batch(rows[places]).long().to(mesh.device)
+?dpo         batch = plan.local_batch(on_device([rows[i] for i in places], mesh.device))
+?dpo         return {**batch, "before": judge(reference, batch)}
+?packed|sft     def loader(rows, **options):
+?packed|sft         collate = functools.partial(on_device, device=mesh.device)
+?packed|sft         return fs.data.Loader(rows, plan, batch=$batch, seed=$seed, collate=collate, **options)
+
+?windows     def batches(n):  # of the seed and the step alone
+?windows         return batch_of(rows, random.Random(f"$seed {n}").choices(range(len(rows)), k=$batch))
+?windows
+?dpo     order = fs.data.Order(len(rows), batch=$batch, seed=$seed)
+?held&windows|held&dpo     evaluated = fs.make_eval_step(loss_of(model), plan)
+?held
+?held     def evaluate(state):
+?held&windows|held&dpo         parts = full_batches(len(tests), $batch, $most)
+?held&windows|held&dpo         losses = [evaluated($judged, batch_of(tests, part)).item() for part in parts]
+?held&windows|held&dpo         return {"held out": sum(losses) / len(losses)}
+?held&packed|held&sft         parts = itertools.islice(loader(tests, shuffle=False, epochs=1, partial="keep"), $most)
+?held&packed|held&sft         return {"held out": fs.perplexity($judged, loss_of(model), parts).loss}
+
+    state, trackers = None, [$trackers]
+    with $saved as saved, fs.track(trackers, step, config=CONFIG$elements) as track:
+        for state, _ in fs.train_loop(
+            step, start, $batches, steps=$steps, checkpoints=saved, track=track, $evaluate
+        ):
+            pass
+        return saved.restore(plan, step.opt) if state is None else state  # a run that was over yields no state
+
+
+if __name__ == "__main__":
+    with fs.make_mesh($shape, $axes) as mesh:
+        train(mesh)
+'''
+"""The script. A line after ``?a&b|c`` is for configs of both a and b, or of c."""
+
+
+def script_of(config: TrainConfig) -> str:
+    """The script that does what a config says. It runs alone or under torchrun.
+
+    Raises:
+        PlanError: keys that do not fit together.
+    """
+    check_config(config)
+    flags, lines = flags_of(config), []
+    for line in TEMPLATE.splitlines():
+        found = re.match(r"\?([\w&|]+) ?(.*)", line)
+        if found is None or any(flags.issuperset(each.split("&")) for each in found[1].split("|")):
+            lines.append(line if found is None else found[2])
+    text = Template("\n".join(lines)).substitute(values(config))
+    text = re.sub(r"\n{4,}", "\n\n\n", text)
+    head = f'"""Trains {config.model.source}. Written by fshard {VERSION} from a config."""\n\n'
+    return head + copied(text) + text.strip() + "\n"
+
+
+def flags_of(config: TrainConfig) -> set[str]:
+    """The flags of the template that hold."""
+    kind = config.objective.kind
+    flags = {config.data.rows if kind == "next-token" else kind, "file" if is_function(config) else "hf"}
+    return flags | ({"held"} if config.data.held_out else set()) | ({"lora"} if config.model.lora.rank else set())
+
+
+def values(config: TrainConfig) -> dict[str, Any]:
+    """The values of the template."""
+    data, model, mesh, flags = config.data, config.model, config.mesh, flags_of(config)
+    read = {
+        "text": f"text_records({data.source!r}, {data.text!r})",
+        "jsonl": f"jsonl_records({data.source!r})",
+        "parquet": f"parquet_records({data.source!r})",
+        "huggingface": f"hugging_face_records({data.source!r}, {data.split!r})",
+    }
+    form = source_format(config)
+    mask = ', attention_mask=fs.data.document_mask(batch["documents"]), position_ids=batch["positions"]'
+    more = mask if data.isolate and flags & {"packed", "sft"} else ""
+    called = f"input_ids=tokens{more}, use_cache=False).logits" if "hf" in flags else "tokens)"
+    literal = {name: repr(getattr(data, name)) for name in ("text", "prompt", "answer", "chosen", "rejected", "length")}
+    order = {"windows": "batches", "dpo": "lambda n: batch_of(rows, order(n))"}
+    return literal | {
+        "config": given_values(config), "records": read[form], "window": data.length + 1, "split": not data.whole,
+        "tokens": "ByteTokens()" if data.tokenizer == "bytes" else f"HuggingFaceTokens({data.tokenizer!r})",
+        "share": data.held_out, "end": form != "text", "source": repr(model.source), "options": dict(model.options),
+        "units": repr("auto" if model.units == ("auto",) else model.units), "seed": config.seed,
+        "targets": repr(model.lora.targets) if model.lora.targets else "matrices(model)", "rank": model.lora.rank,
+        "alpha": model.lora.alpha, "rules": rules(config), "batch_axes": repr(mesh.batch or mesh.axes),
+        "precision": "fs.Precision(compute=torch.bfloat16)" if config.step.precision == "bf16" else None,
+        "logits": f"model.apply(params, {called}", "beta": config.objective.beta, "batch": config.batch,
+        "nats": " / math.log(2)" if config.objective.bits else "", "rate": rate(config),
+        "optimizer": optimizer(config), "step": step_options(config), "start": start(config), "steps": config.steps,
+        "most": config.evaluation.batches or None, "shape": mesh.shape, "axes": mesh.axes,
+        "judged": "fs.averaged(state)" if config.optimizer.average else "state", "trackers": ", ".join(trackers(config)),
+        "saved": checkpointer(config), "batches": next((order[flag] for flag in flags if flag in order), "loader(rows)"),
+        "elements": f", elements={config.batch * data.length}" if "windows" in flags else "",
+        "evaluate": f"evaluate=evaluate, evaluate_every={config.evaluation.every or None}" if "held" in flags else "",
+    }  # fmt: skip
+
+
+def rules(config: TrainConfig) -> str:
+    """The rules of the plan as Python."""
+    mesh = config.mesh
+    cut = tuple(axis for axis in mesh.axes if axis != "replica") or mesh.axes
+    shards = f"fs.fsdp({cut if len(cut) > 1 else cut[0]!r})"
+    specs = {
+        "fsdp": lambda *axes: f"fs.fsdp({axes if len(axes) > 1 else axes[0]!r})" if axes else shards,
+        "replicated": lambda: "fs.P()",
+        "dims": lambda *axes: f"fs.P({', '.join(repr(axis or None) for axis in axes)})",
+    }
+    own = [f"({pattern!r}, {specs[kind](*axes)})" for pattern, kind, *axes in mesh.rules]
+    align = [f"fs.Rule(matrices(model), {shards}, align='leaf')"] if config.optimizer.name == "muon" else []
+    return f"[{', '.join(own or [*align, f'({ANY!r}, {shards})'])}]"
+
+
+def rate(config: TrainConfig) -> str:
+    """The learning rate as Python."""
+    rate, total = config.rate, config.rate.total or config.steps
+    warmup = rate.warmup if rate.warmup >= 0 else min(100, total // 8)
+    if rate.kind == "constant":
+        return f"fs.optim.schedules.warmup_linear({rate.peak}, {warmup}, total={warmup + 1}, floor={rate.peak})"
+    given = f"{rate.peak}, warmup={warmup}, total={total}, floor={rate.floor}"
+    if rate.kind == "wsd":
+        return f"WarmupStableDecay({given}, cooldown={rate.cooldown if rate.cooldown > 0 else max(1, total // 5)})"
+    return f"fs.optim.schedules.warmup_{rate.kind}({given})"
+
+
+def optimizer(config: TrainConfig) -> str:
+    """The optimizer as Python."""
+    opt = config.optimizer
+    decay = f"weight_decay={opt.weight_decay}" + (", decay=fs.optim.matrices" if opt.decay == "matrices" else "")
+    rule = f"fs.optim.adamw(rate, betas={opt.betas}, eps={opt.eps}, {decay})"
+    if opt.name == "muon":
+        muon = f"fs.optim.muon(rate, momentum={opt.momentum}, {decay}, adjust='match_rms_adamw')"
+        rule = f"fs.optim.partition([(matrices(model), {muon}), (r'.*', {rule})])"
+    return f"fs.optim.ema({rule}, {opt.average})" if opt.average else rule
+
+
+def step_options(config: TrainConfig) -> str:
+    """The options of the train step as Python."""
+    run = config.step
+    given = {"clip_norm": config.optimizer.clip_norm or None, "accumulate": run.accumulate}
+    more = {name: getattr(run, name) for name in ("remat", "compile", "schedule")}
+    given |= {name: value for name, value in more.items() if value not in ("none", "default")}
+    return ", ".join(f"{name}={value!r}" for name, value in given.items())
+
+
+def start(config: TrainConfig) -> str:
+    """The first state as Python."""
+    init = [f"({pattern!r}, fs.init.{name}({', '.join(map(str, rest))}))" for pattern, name, *rest in config.model.init]
+    if reads_weights(config):
+        lora = ["('.*_lora_a', fs.init.kaiming_uniform(a=5**0.5))", "('.*_lora_b', fs.init.zeros())"]
+        init += lora if config.model.lora.rank else []
+        folder = f"hugging_face_folder({config.model.source!r})"
+        return f"fs.io.load_hf({folder}, plan, opt, seed={config.seed}, init=[{', '.join(init)}])"
+    init += [] if is_function(config) else ["*fresh(model)"]
+    return f"fs.init_state(plan, opt, seed={config.seed}, init=[{', '.join(init)}])"
+
+
+def trackers(config: TrainConfig) -> Iterator[str]:
+    """The trackers as Python."""
+    track, out = config.track, Path(config.out)
+    yield from [f"fs.trackers.Live({config.steps})"] if track.live else []
+    yield from [f"fs.trackers.JsonLines({str(out / 'metrics.jsonl')!r})"] if config.out else []
+    yield from [f"fs.trackers.TensorBoard({str(out / 'tensorboard')!r})"] if track.tensorboard else []
+    yield from [f"fs.trackers.Wandb({track.wandb!r})"] if track.wandb else []
+    yield from [f"fs.trackers.MLflow({track.mlflow!r})"] if track.mlflow else []
+
+
+def checkpointer(config: TrainConfig) -> str:
+    """The place of checkpoints as Python."""
+    saved = config.checkpoints
+    given = f"keep={saved.keep or None}, every={saved.every or None}, async_={saved.asynchronous}"
+    return f"fs.Checkpointer({str(Path(config.out) / 'checkpoints')!r}, {given})" if config.out else "contextlib.nullcontext()"
+
+
+ANY = ".*"
+HEAD = """
+import contextlib
+import functools
+import itertools
+import math
+import random
+
+import torch
+from torch.nn import functional
+
+import fshard as fs
+"""
+
+
+def copied(text: str) -> str:
+    """The imports and definitions that a text needs, with those that these need themselves."""
+    sources = [HEAD, *map(inspect.getsource, (script_readers, script_pieces))]
+    nodes = [(node, source) for source in sources for node in ast.parse(source).body]
+    defined = {node.name: (node, source) for node, source in nodes if isinstance(node, ast.FunctionDef | ast.ClassDef)}
+    needed, open_ = set[str](), names_in(ast.parse(text))
+    while open_:
+        name = open_.pop()
+        needed.add(name)
+        open_ |= (names_in(defined[name][0]) if name in defined else set()) - needed
+    imports = dict.fromkeys(
+        ast.unparse(type(node)(**{**vars(node), "names": [each]}))
+        for node, _ in nodes
+        if isinstance(node, ast.Import | ast.ImportFrom)
+        for each in node.names
+        if (each.asname or each.name.partition(".")[0]) in needed
+    )
+    bodies = [_source(*defined[name]) for name in defined if name in needed]
+    return "\n".join([*sorted(imports), "\n", *(f"{body}\n\n" for body in bodies)]) + "\n"
+
+
+def names_in(node: ast.AST) -> set[str]:
+    """The names that code reads."""
+    return {each.id for each in ast.walk(node) if isinstance(each, ast.Name)}
+
+
+def _source(node: Any, source: str) -> str:
+    begin = min([node.lineno, *(each.lineno for each in node.decorator_list)])
+    return "\n".join(source.splitlines()[begin - 1 : node.end_lineno])
