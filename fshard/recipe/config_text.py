@@ -3,7 +3,6 @@
 import json
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import MISSING
 from typing import Any, get_type_hints
 
 from fshard.recipe.read_config import flat, keys, type_text
@@ -55,7 +54,7 @@ def given_values(config: TrainConfig) -> dict[str, Any]:
 def key_table() -> Iterator[tuple[str, str, str, str]]:
     """Every key with its type, its default and a line of help."""
     for name, each in keys(TrainConfig):
-        default = each.default_factory() if each.default is MISSING else each.default  # type: ignore[misc]
+        default = flat(TrainConfig())[name]
         kind = _types()[name]
         choices = each.metadata.get("choices")
         yield name, " | ".join(choices) if choices else kind, value_text(default), each.metadata["help"]

@@ -110,7 +110,7 @@ def merged(found: Mapping[str, Any], changes: Sequence[str], places: dict[str, s
     >>> merged({"model": {"units": ["a"]}}, ["model.source=m.py:make", "steps=3"], {})
     {'model': {'units': ['a'], 'source': 'm.py:make'}, 'steps': 3}
     """
-    out = _copied(found)
+    out: dict[str, Any] = _copied(found)
     for change in changes:
         name, equals, text = change.partition("=")
         path = name.strip().split(".")

@@ -11,6 +11,7 @@ import torch
 from torch.utils.data import default_collate
 
 from fshard import tree
+from fshard.arguments import raised
 from fshard.errors import PlanError, ShardError, lines
 from fshard.launch import make_mesh
 from fshard.recipe.config_text import changed_meaning, to_toml
@@ -69,9 +70,12 @@ def about(read: ReadConfig, name: str) -> Iterator[None]:
     """Say which key, of which line, a failure is about."""
     try:
         yield
-    except (ShardError, ImportError, OSError) as error:
+    except Exception as error:
+        if not isinstance(error, ShardError | ImportError | OSError) and name != "model.source":
+            raise
         kind = ImportError if isinstance(error, ImportError) else PlanError
-        raise kind(f"{read.place(name)}: {name + ': ' if name else ''}{error}") from error
+        told = str(error) if isinstance(error, ShardError | ImportError) else raised(error)
+        raise kind(f"{read.place(name)}: {name + ': ' if name else ''}{told}") from error
 
 
 def loaded(read: ReadConfig) -> dict[str, Any]:

@@ -25,11 +25,12 @@ def matrices(model: Any) -> str:
 
 
 def fresh(model: Any) -> list[tuple[str, Any]]:
-    """First values of a model of Hugging Face, but of adapters: biases 0, other vectors 1, all else normal."""
-    std = getattr(model.module.config, "initializer_range", 0.02)
-    values = [(path, init.normal(std) if leaf.ndim > 1 else init.zeros() if path.endswith("bias") else init.ones())
-              for path, leaf in tree.paths(model.params) if not re.fullmatch(PATHS, path)]  # fmt: skip
-    return [(re.escape(path), value) for path, value in values]
+    """First values of a model of Hugging Face: biases 0, other vectors 1, all else normal; of adapters, their own."""
+    std, out = getattr(model.module.config, "initializer_range", 0.02), []
+    for path, leaf in tree.paths(model.params):
+        own = init.normal(std) if leaf.ndim > 1 else init.zeros() if path.endswith("bias") else init.ones()
+        out.append((re.escape(path), model.inits[path] if re.fullmatch(PATHS, path) else own))
+    return out
 
 
 def held_out(documents: Any, share: float) -> tuple[Any, Any]:
@@ -70,7 +71,7 @@ class Answers:
 
 
 def padded(prompt: Tensor, better: Tensor, worse: Tensor, length: int) -> dict[str, Tensor]:
-    """A prompt with two answers, each (2, length): tokens, and marks of the answers. What is longer is cut at its end."""
+    """A prompt with two answers, (2, length): tokens, and marks of the answers. What is longer is cut at its end."""
     if len(prompt) >= length:
         raise PlanError(f"a prompt has {len(prompt)} tokens, and a row {length}: give more data.length")
     tokens, marks = torch.zeros(2, 2, length, dtype=torch.int64)

@@ -51,7 +51,8 @@ def hugging_face_model(config: Any) -> Any:
     """The model of a configuration."""
     from transformers import AutoModelForCausalLM
 
-    return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    make: Any = AutoModelForCausalLM
+    return make.from_config(config, dtype=torch.float32)
 
 
 def hugging_face_folder(source: str) -> str:
@@ -115,15 +116,14 @@ def jsonl_records(sources: Sequence[str]) -> list[dict[str, Any]]:
 def parquet_records(sources: Sequence[str]) -> list[dict[str, Any]]:
     """The records of parquet files."""
     try:
-        from pyarrow import ArrowInvalid
-        from pyarrow.parquet import read_table
+        import pyarrow.parquet as parquet  # type: ignore[import-untyped, unused-ignore]
     except ImportError as error:
         raise missing_extra("parquet data", "pyarrow", "recipe") from error
     out: list[dict[str, Any]] = []
     for path in found_files(sources):
         try:
-            out += read_table(path).to_pylist()
-        except ArrowInvalid as error:
+            out += parquet.read_table(path).to_pylist()
+        except (OSError, ValueError) as error:  # pyarrow's are ValueErrors
             raise PlanError(f"{path} is no parquet file: {error}: give another file, or data.format") from error
     return out
 
@@ -132,7 +132,7 @@ def hugging_face_records(sources: Sequence[str], split: str) -> Any:
     """The records of a data set of Hugging Face: a folder that it saved, or a name."""
     source = sources[0]
     try:
-        import datasets
+        import datasets  # type: ignore[import-untyped, unused-ignore]
     except ImportError as error:
         raise missing_extra(f"the data set {source}", "datasets", "recipe") from error
     try:
@@ -149,7 +149,9 @@ def field_values(records: Any, name: str) -> list[str]:
     for number, record in enumerate(records):
         if not isinstance(record.get(name), str):
             fields = ", ".join(map(repr, record)) or "none"
-            raise PlanError(f"record {number} has no text in a field {name!r}; its fields: {fields}: name another field")
+            raise PlanError(
+                f"record {number} has no text in a field {name!r}; its fields: {fields}: name another field"
+            )
     return [record[name] for record in records]
 
 

@@ -20,7 +20,7 @@ def key(default: T, text: str, *, choices: Sequence[str] = (), least: float | No
         least: the least number that it may be.
         free: whether a run may go on with another value.
     """
-    return field(default=default, metadata={"help": text, "choices": tuple(choices), "least": least, "free": free})  # type: ignore[no-any-return]
+    return field(default=default, metadata={"help": text, "choices": tuple(choices), "least": least, "free": free})
 
 
 def table(cls: type[T], *, free: bool = False) -> T:
@@ -91,7 +91,9 @@ class MeshConfig:
     """The ranks, and what they hold."""
 
     shape: tuple[int, ...] = key((-1,), "ranks along each axis; one may be -1, for all that are left", free=True)
-    axes: tuple[str, ...] = key(("data",), "names of the axes; leaves are not sharded over one named replica", free=True)
+    axes: tuple[str, ...] = key(
+        ("data",), "names of the axes; leaves are not sharded over one named replica", free=True
+    )
     rules: tuple[tuple[str, ...], ...] = key(
         (), '[[pattern, "fsdp", axis...], [pattern, "replicated"], [pattern, "dims", axis or "", ...]]', free=True
     )
@@ -132,7 +134,9 @@ class StepConfig:
     accumulate: int = key(1, "microbatches of a step", least=1, free=True)
     remat: str = key("none", "units that are computed again in the backward", choices=("none", "all"), free=True)
     compile: str = key("none", "graphs of units", choices=("none", "fx", "inductor"), free=True)
-    schedule: str = key("default", "auto: measure a few schedules and keep the best", choices=("default", "auto"), free=True)
+    schedule: str = key(
+        "default", "auto: measure a few schedules and keep the best", choices=("default", "auto"), free=True
+    )
 
 
 @dataclass(frozen=True)

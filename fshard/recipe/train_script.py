@@ -8,6 +8,7 @@ import inspect
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from pprint import pformat
 from string import Template
 from typing import Any
 
@@ -62,7 +63,8 @@ def make_plan(model, mesh):
 ?dpo
 ?dpo     def margin(params, batch):
 ?dpo         tokens, marks = batch["tokens"].flatten(0, 1), batch["marks"].flatten(0, 1)
-?dpo         better, worse = answer_scores($logits, tokens, marks).unflatten(0, (-1, 2)).unbind(1)
+?dpo         logits = $logits
+?dpo         better, worse = answer_scores(logits, tokens, marks).unflatten(0, (-1, 2)).unbind(1)
 ?dpo         return better - worse
 ?dpo
 ?dpo     return margin
@@ -72,12 +74,18 @@ def loss_of(model):
     """Return the loss function."""
 ?dpo     margin = margin_of(model)
 
+?alone     def alone(batch):  # documents see themselves
+?alone         mask = fs.data.document_mask(batch["documents"])
+?alone         return {"attention_mask": mask, "position_ids": batch["positions"]}
+
     def loss_fn(params, batch):
 ?dpo         return -functional.logsigmoid($beta * (margin(params, batch) - batch["before"])).mean()
 ?windows         tokens, targets = batch[:, :-1], batch[:, 1:].flatten()
-?windows         return functional.cross_entropy($logits.float().flatten(0, 1), targets)$nats
+?windows         logits = $logits
+?windows         return functional.cross_entropy(logits.float().flatten(0, 1), targets)$nats
 ?packed|sft         tokens, targets = batch["tokens"], batch["targets"].flatten()
-?packed|sft         losses = functional.cross_entropy($logits.float().flatten(0, 1), targets, reduction="sum")
+?packed|sft         logits = $logits
+?packed|sft         losses = functional.cross_entropy(logits.float().flatten(0, 1), targets, reduction="sum")
 ?packed|sft         return fs.Mean(losses$nats, (targets >= 0).sum())
 
     return loss_fn
@@ -123,7 +131,8 @@ def train(mesh):
 ?held&packed|held&sft         return {"held out": fs.perplexity($judged, loss_of(model), parts).loss}
 
     state, trackers = None, [$trackers]
-    with $saved as saved, fs.track(trackers, step, config=CONFIG$elements) as track:
+    checkpoints = $saved
+    with checkpoints as saved, fs.track(trackers, step, config=CONFIG$elements) as track:
         for state, _ in fs.train_loop(
             step, start, $batches, steps=$steps, checkpoints=saved, track=track, $evaluate
         ):
@@ -151,7 +160,7 @@ def script_of(config: TrainConfig) -> str:
         if found is None or any(flags.issuperset(each.split("&")) for each in found[1].split("|")):
             lines.append(line if found is None else found[2])
     text = Template("\n".join(lines)).substitute(values(config))
-    text = re.sub(r"\n{4,}", "\n\n\n", text)
+    text = re.sub(r"\n\n\n+(?=    )", "\n\n", re.sub(r"\n{4,}", "\n\n\n", text))
     head = f'"""Trains {config.model.source}. Written by fshard {VERSION} from a config."""\n\n'
     return head + copied(text) + text.strip() + "\n"
 
@@ -160,7 +169,9 @@ def flags_of(config: TrainConfig) -> set[str]:
     """The flags of the template that hold."""
     kind = config.objective.kind
     flags = {config.data.rows if kind == "next-token" else kind, "file" if is_function(config) else "hf"}
-    return flags | ({"held"} if config.data.held_out else set()) | ({"lora"} if config.model.lora.rank else set())
+    alone = config.data.isolate and "hf" in flags and flags & {"packed", "sft"}
+    more = {"held": config.data.held_out, "lora": config.model.lora.rank, "alone": alone}
+    return flags | {name for name, holds in more.items() if holds}
 
 
 def values(config: TrainConfig) -> dict[str, Any]:
@@ -173,25 +184,25 @@ def values(config: TrainConfig) -> dict[str, Any]:
         "huggingface": f"hugging_face_records({data.source!r}, {data.split!r})",
     }
     form = source_format(config)
-    mask = ', attention_mask=fs.data.document_mask(batch["documents"]), position_ids=batch["positions"]'
-    more = mask if data.isolate and flags & {"packed", "sft"} else ""
-    called = f"input_ids=tokens{more}, use_cache=False).logits" if "hf" in flags else "tokens)"
+    more = ", **alone(batch)" if "alone" in flags else ""
+    called = f"input_ids=tokens, use_cache=False{more}).logits" if "hf" in flags else "tokens)"
     literal = {name: repr(getattr(data, name)) for name in ("text", "prompt", "answer", "chosen", "rejected", "length")}
     order = {"windows": "batches", "dpo": "lambda n: batch_of(rows, order(n))"}
     return literal | {
-        "config": given_values(config), "records": read[form], "window": data.length + 1, "split": not data.whole,
+        "config": pformat(given_values(config), width=110, sort_dicts=False), "records": read[form],
+        "window": data.length + 1, "split": not data.whole, "share": data.held_out, "end": form != "text",
         "tokens": "ByteTokens()" if data.tokenizer == "bytes" else f"HuggingFaceTokens({data.tokenizer!r})",
-        "share": data.held_out, "end": form != "text", "source": repr(model.source), "options": dict(model.options),
-        "units": repr("auto" if model.units == ("auto",) else model.units), "seed": config.seed,
+        "source": repr(model.source), "options": dict(model.options), "seed": config.seed, "batch": config.batch,
+        "units": repr("auto" if model.units == ("auto",) else model.units), "alpha": model.lora.alpha,
         "targets": repr(model.lora.targets) if model.lora.targets else "matrices(model)", "rank": model.lora.rank,
-        "alpha": model.lora.alpha, "rules": rules(config), "batch_axes": repr(mesh.batch or mesh.axes),
+        "rules": rules(config), "batch_axes": repr(mesh.batch or mesh.axes), "steps": config.steps,
         "precision": "fs.Precision(compute=torch.bfloat16)" if config.step.precision == "bf16" else None,
-        "logits": f"model.apply(params, {called}", "beta": config.objective.beta, "batch": config.batch,
-        "nats": " / math.log(2)" if config.objective.bits else "", "rate": rate(config),
-        "optimizer": optimizer(config), "step": step_options(config), "start": start(config), "steps": config.steps,
-        "most": config.evaluation.batches or None, "shape": mesh.shape, "axes": mesh.axes,
-        "judged": "fs.averaged(state)" if config.optimizer.average else "state", "trackers": ", ".join(trackers(config)),
-        "saved": checkpointer(config), "batches": next((order[flag] for flag in flags if flag in order), "loader(rows)"),
+        "logits": f"model.apply(params, {called}", "beta": config.objective.beta, "rate": rate(config),
+        "nats": " / math.log(2)" if config.objective.bits else "", "optimizer": optimizer(config),
+        "step": step_options(config), "start": start(config), "most": config.evaluation.batches or None,
+        "judged": "fs.averaged(state)" if config.optimizer.average else "state", "shape": mesh.shape,
+        "trackers": ", ".join(trackers(config)), "saved": checkpointer(config), "axes": mesh.axes,
+        "batches": next((order[flag] for flag in flags if flag in order), "loader(rows)"),
         "elements": f", elements={config.batch * data.length}" if "windows" in flags else "",
         "evaluate": f"evaluate=evaluate, evaluate_every={config.evaluation.every or None}" if "held" in flags else "",
     }  # fmt: skip
@@ -270,7 +281,11 @@ def checkpointer(config: TrainConfig) -> str:
     """The place of checkpoints as Python."""
     saved = config.checkpoints
     given = f"keep={saved.keep or None}, every={saved.every or None}, async_={saved.asynchronous}"
-    return f"fs.Checkpointer({str(Path(config.out) / 'checkpoints')!r}, {given})" if config.out else "contextlib.nullcontext()"
+    return (
+        f"fs.Checkpointer({str(Path(config.out) / 'checkpoints')!r}, {given})"
+        if config.out
+        else "contextlib.nullcontext()"
+    )
 
 
 ANY = ".*"
