@@ -148,7 +148,7 @@ def _built(cls: Any, found: Any, prefix: str, problems: list[str], read: ReadCon
     for name, value in found.items():
         path = f"{prefix}.{name}" if prefix else name
         if name not in known:
-            problems.append(f"{read.place(path)}: {path} is no key{_nearest(path)}")
+            problems.append(f"{read.place(path)}: {path} is no key{_nearest(path, isinstance(value, Mapping))}")
         elif is_dataclass(hints[name]):
             given[name] = _built(hints[name], value, path, problems, read)
         elif (problem := _problem(hints[name], value, known[name])) is not None:
@@ -158,12 +158,12 @@ def _built(cls: Any, found: Any, prefix: str, problems: list[str], read: ReadCon
     return replace(cls(), **given)
 
 
-def _nearest(path: str) -> str:
-    """The key or table that is meant: the nearest of all, or else where keys of nearly this name are."""
+def _nearest(path: str, table: bool) -> str:
+    """The key or table that is meant: the nearest of all, or else a key of nearly this name in another table."""
     every = [name for name, _ in keys(TrainConfig)]
     last = path.rpartition(".")[2]
-    level = [name for name in TrainConfig.__dataclass_fields__ if "." not in path]
-    near = difflib.get_close_matches(path, level, 1) or difflib.get_close_matches(path, every, 1)
+    tables = [*dict.fromkeys(name.rpartition(".")[0] for name in every if "." in name)]
+    near = difflib.get_close_matches(path, tables if table else every, 1)
     near = near or [name for name in every if difflib.get_close_matches(last, [name.rpartition(".")[2]])]
     return f": did you mean {near[0]}?" if near else ""
 

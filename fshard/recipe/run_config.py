@@ -23,12 +23,7 @@ from fshard.state.train_state import TrainState
 from fshard.training.train_step import TrainStep
 from fshard.writing import write_whole
 
-ABOUT = {
-    "read_data": "data.source",
-    "make_model": "model.source",
-    "make_plan": "mesh.rules",
-    "make_step": "optimizer",
-}
+ABOUT = {"read_data": "data.source", "make_model": "model.source", "make_plan": "mesh.rules", "make_step": "optimizer"}
 """The functions of a script, and the key that a failure in each is about."""
 
 

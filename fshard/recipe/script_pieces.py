@@ -44,11 +44,20 @@ def held_out(documents: Any, share: float) -> tuple[Any, Any]:
     return documents[:cut], documents[cut:]
 
 
-def full_batches(count: int, batch: int, most: int) -> Sequence[Tensor]:
+def windows(text: Tensor, length: int, step: int) -> Tensor:
+    """The rows of a text that begin ``step`` tokens apart: each has a row's tokens, and the one after it."""
+    if 0 < len(text) <= length:
+        raise PlanError(
+            f"{len(text)} tokens are fewer than a row of {length} and one more: give more data, or less length"
+        )
+    return text.unfold(0, length + 1, step) if len(text) else text.new_empty(0, length + 1)
+
+
+def full_batches(count: int, batch: int, most: int | None) -> Sequence[Tensor]:
     """The held-out rows of each batch of an evaluation."""
     if count < batch:
         raise PlanError(f"{count} rows are held out, less than a batch of {batch}: give more data, or held_out = 0")
-    return torch.arange(count // batch * batch).split(batch)[: most or None]
+    return [torch.arange(begin, begin + batch) for begin in range(0, count - batch + 1, batch)][:most]
 
 
 class Answers:

@@ -6,7 +6,7 @@
 import ast
 import inspect
 import re
-from collections.abc import Iterator
+import sys
 from pathlib import Path
 from pprint import pformat
 from string import Template
@@ -15,136 +15,9 @@ from typing import Any
 from fshard.recipe import script_pieces, script_readers
 from fshard.recipe.config_checks import check_config, is_function, reads_weights, source_format
 from fshard.recipe.config_text import given_values
+from fshard.recipe.script_template import TEMPLATE
 from fshard.recipe.train_config import TrainConfig
 from fshard.version import VERSION
-
-TEMPLATE = '''
-CONFIG = $config
-"""What the config said, for trackers."""
-
-
-def read_data():
-    """Return rows to train on, and rows that are held out."""
-    records, tokens = $records, $tokens
-?windows     text = torch.cat([tokens(text) for text in field_values(records, $text)])
-?windows     train, test = held_out(text, $share)
-?windows     return train.unfold(0, $window, 1), test.unfold(0, $window, $length)
-?packed     documents = [tokens(text, end=$end) for text in field_values(records, $text)]
-?packed     return [fs.data.Packed(part, $length, split=$split) for part in held_out(documents, $share)]
-?sft|dpo     prompts = [tokens(text) for text in field_values(records, $prompt)]
-?sft     answers = [tokens(text, end=True) for text in field_values(records, $answer)]
-?sft     documents = [torch.cat(both) for both in zip(prompts, answers)]
-?sft     marks = [torch.arange(len(both)) >= len(prompt) for prompt, both in zip(prompts, documents)]
-?sft     parts = zip(held_out(documents, $share), held_out(marks, $share))
-?sft     return [Answers(*[fs.data.Packed(part, $length, split=$split) for part in both]) for both in parts]
-?dpo     better = [tokens(text, end=True) for text in field_values(records, $chosen)]
-?dpo     worse = [tokens(text, end=True) for text in field_values(records, $rejected)]
-?dpo     return held_out([padded(*three, $length) for three in zip(prompts, better, worse)], $share)
-
-
-def make_model():
-    """Return the model. Its parameters take no memory."""
-?file     make = from_file($source)
-?hf     config = hugging_face_config($source, $options)
-    with fs.empty_weights():
-?file         model = fs.split(make(**$options), units=$units)
-?hf         model = fs.split(hugging_face_model(config).train(), units=$units)
-?lora     model = fs.lora.wrap(model, $targets, rank=$rank, alpha=$alpha, seed=$seed)
-    return model
-
-
-def make_plan(model, mesh):
-    """Say which rank holds what."""
-    return fs.make_plan(model, mesh, $rules, batch=fs.P($batch_axes), precision=$precision)
-
-
-?dpo def margin_of(model):
-?dpo     """Return the function of the log odds of better answers against worse ones."""
-?dpo
-?dpo     def margin(params, batch):
-?dpo         tokens, marks = batch["tokens"].flatten(0, 1), batch["marks"].flatten(0, 1)
-?dpo         logits = $logits
-?dpo         better, worse = answer_scores(logits, tokens, marks).unflatten(0, (-1, 2)).unbind(1)
-?dpo         return better - worse
-?dpo
-?dpo     return margin
-?dpo
-?dpo
-def loss_of(model):
-    """Return the loss function."""
-?dpo     margin = margin_of(model)
-
-?alone     def alone(batch):  # documents see themselves
-?alone         mask = fs.data.document_mask(batch["documents"])
-?alone         return {"attention_mask": mask, "position_ids": batch["positions"]}
-
-    def loss_fn(params, batch):
-?dpo         return -functional.logsigmoid($beta * (margin(params, batch) - batch["before"])).mean()
-?windows         tokens, targets = batch[:, :-1], batch[:, 1:].flatten()
-?windows         logits = $logits
-?windows         return functional.cross_entropy(logits.float().flatten(0, 1), targets)$nats
-?packed|sft         tokens, targets = batch["tokens"], batch["targets"].flatten()
-?packed|sft         logits = $logits
-?packed|sft         losses = functional.cross_entropy(logits.float().flatten(0, 1), targets, reduction="sum")
-?packed|sft         return fs.Mean(losses$nats, (targets >= 0).sum())
-
-    return loss_fn
-
-
-def make_step(model, plan):
-    """Make the train step, with its optimizer."""
-    rate = $rate
-    opt = $optimizer
-    return fs.make_train_step(loss_of(model), opt, plan, $step)
-
-
-def train(mesh):
-    """Train on these ranks, and return the last state."""
-    (rows, tests), model = read_data(), make_model()
-    plan = make_plan(model, mesh)
-    step = make_step(model, plan)
-
-    def start(opt=step.opt):
-        return $start
-
-?dpo     reference, judge = start(None), fs.make_eval_step(margin_of(model), plan)
-?dpo
-?windows|dpo     def batch_of(rows, places):  # this rank's part of a global batch
-?windows         return plan.local_batch(rows[places]).long().to(mesh.device)
-?dpo         batch = plan.local_batch(on_device([rows[i] for i in places], mesh.device))
-?dpo         return {**batch, "before": judge(reference, batch)}
-?packed|sft     def loader(rows, **options):
-?packed|sft         collate = functools.partial(on_device, device=mesh.device)
-?packed|sft         return fs.data.Loader(rows, plan, batch=$batch, seed=$seed, collate=collate, **options)
-
-?windows     def batches(n):  # of the seed and the step alone
-?windows         return batch_of(rows, random.Random(f"$seed {n}").choices(range(len(rows)), k=$batch))
-?windows
-?dpo     order = fs.data.Order(len(rows), batch=$batch, seed=$seed)
-?held&windows|held&dpo     evaluated = fs.make_eval_step(loss_of(model), plan)
-?held
-?held     def evaluate(state):
-?held&windows|held&dpo         parts = full_batches(len(tests), $batch, $most)
-?held&windows|held&dpo         losses = [evaluated($judged, batch_of(tests, part)).item() for part in parts]
-?held&windows|held&dpo         return {"held out": sum(losses) / len(losses)}
-?held&packed|held&sft         parts = itertools.islice(loader(tests, shuffle=False, epochs=1, partial="keep"), $most)
-?held&packed|held&sft         return {"held out": fs.perplexity($judged, loss_of(model), parts).loss}
-
-    state, trackers = None, [$trackers]
-    checkpoints = $saved
-    with checkpoints as saved, fs.track(trackers, step, config=CONFIG$elements) as track:
-        for state, _ in fs.train_loop(
-            step, start, $batches, steps=$steps, checkpoints=saved, track=track, $evaluate
-        ):
-            pass
-        return saved.restore(plan, step.opt) if state is None else state  # a run that was over yields no state
-
-
-if __name__ == "__main__":
-    with fs.make_mesh($shape, $axes) as mesh:
-        train(mesh)
-'''
-"""The script. A line after ``?a&b|c`` is for configs of both a and b, or of c."""
 
 
 def script_of(config: TrainConfig) -> str:
@@ -190,18 +63,18 @@ def values(config: TrainConfig) -> dict[str, Any]:
     order = {"windows": "batches", "dpo": "lambda n: batch_of(rows, order(n))"}
     return literal | {
         "config": pformat(given_values(config), width=110, sort_dicts=False), "records": read[form],
-        "window": data.length + 1, "split": not data.whole, "share": data.held_out, "end": form != "text",
+        "split": not data.whole, "share": data.held_out, "end": form != "text",
         "tokens": "ByteTokens()" if data.tokenizer == "bytes" else f"HuggingFaceTokens({data.tokenizer!r})",
         "source": repr(model.source), "options": dict(model.options), "seed": config.seed, "batch": config.batch,
         "units": repr("auto" if model.units == ("auto",) else model.units), "alpha": model.lora.alpha,
         "targets": repr(model.lora.targets) if model.lora.targets else "matrices(model)", "rank": model.lora.rank,
         "rules": rules(config), "batch_axes": repr(mesh.batch or mesh.axes), "steps": config.steps,
-        "precision": "fs.Precision(compute=torch.bfloat16)" if config.step.precision == "bf16" else None,
+        "precision": "fs.Precision(compute=torch.bfloat16, inputs=True)" if config.step.precision == "bf16" else None,
         "logits": f"model.apply(params, {called}", "beta": config.objective.beta, "rate": rate(config),
         "nats": " / math.log(2)" if config.objective.bits else "", "optimizer": optimizer(config),
         "step": step_options(config), "start": start(config), "most": config.evaluation.batches or None,
         "judged": "fs.averaged(state)" if config.optimizer.average else "state", "shape": mesh.shape,
-        "trackers": ", ".join(trackers(config)), "saved": checkpointer(config), "axes": mesh.axes,
+        "trackers": trackers(config), "saved": checkpointer(config), "axes": mesh.axes,
         "batches": next((order[flag] for flag in flags if flag in order), "loader(rows)"),
         "elements": f", elements={config.batch * data.length}" if "windows" in flags else "",
         "evaluate": f"evaluate=evaluate, evaluate_every={config.evaluation.every or None}" if "held" in flags else "",
@@ -218,9 +91,10 @@ def rules(config: TrainConfig) -> str:
         "replicated": lambda: "fs.P()",
         "dims": lambda *axes: f"fs.P({', '.join(repr(axis or None) for axis in axes)})",
     }
-    own = [f"({pattern!r}, {specs[kind](*axes)})" for pattern, kind, *axes in mesh.rules]
-    align = [f"fs.Rule(matrices(model), {shards}, align='leaf')"] if config.optimizer.name == "muon" else []
-    return f"[{', '.join(own or [*align, f'({ANY!r}, {shards})'])}]"
+    own = [f"({pattern!r}, {specs[kind](*axes)})" for pattern, kind, *axes in mesh.rules] or [f"('.*', {shards})"]
+    if config.optimizer.name == "muon":
+        own.insert(0, f"fs.Rule(matrices(model), {shards}, align='leaf')")
+    return f"[{', '.join(own)}]"
 
 
 def rate(config: TrainConfig) -> str:
@@ -267,14 +141,17 @@ def start(config: TrainConfig) -> str:
     return f"fs.init_state(plan, opt, seed={config.seed}, init=[{', '.join(init)}])"
 
 
-def trackers(config: TrainConfig) -> Iterator[str]:
+def trackers(config: TrainConfig) -> str:
     """The trackers as Python."""
     track, out = config.track, Path(config.out)
-    yield from [f"fs.trackers.Live({config.steps})"] if track.live else []
-    yield from [f"fs.trackers.JsonLines({str(out / 'metrics.jsonl')!r})"] if config.out else []
-    yield from [f"fs.trackers.TensorBoard({str(out / 'tensorboard')!r})"] if track.tensorboard else []
-    yield from [f"fs.trackers.Wandb({track.wandb!r})"] if track.wandb else []
-    yield from [f"fs.trackers.MLflow({track.mlflow!r})"] if track.mlflow else []
+    wanted = {
+        f"Live({config.steps})": track.live,
+        f"JsonLines({str(out / 'metrics.jsonl')!r})": config.out,
+        f"TensorBoard({str(out / 'tensorboard')!r})": track.tensorboard,
+        f"Wandb({track.wandb!r})": track.wandb,
+        f"MLflow({track.mlflow!r})": track.mlflow,
+    }
+    return ", ".join(f"fs.trackers.{text}" for text, chosen in wanted.items() if chosen)
 
 
 def checkpointer(config: TrainConfig) -> str:
@@ -288,17 +165,10 @@ def checkpointer(config: TrainConfig) -> str:
     )
 
 
-ANY = ".*"
 HEAD = """
-import contextlib
-import functools
-import itertools
-import math
-import random
-
+import contextlib, functools, itertools, math, random
 import torch
 from torch.nn import functional
-
 import fshard as fs
 """
 
@@ -320,8 +190,15 @@ def copied(text: str) -> str:
         for each in node.names
         if (each.asname or each.name.partition(".")[0]) in needed
     )
-    bodies = [_source(*defined[name]) for name in defined if name in needed]
-    return "\n".join([*sorted(imports), "\n", *(f"{body}\n\n" for body in bodies)]) + "\n"
+    groups = [[line for line in sorted(imports) if _origin(line) == origin] for origin in range(3)]
+    head = "\n\n".join("\n".join(group) for group in groups if group)
+    return head + "\n\n\n" + "".join(f"{_source(*defined[name])}\n\n\n" for name in defined if name in needed)
+
+
+def _origin(line: str) -> int:
+    """The group of an import: Python's own, others, fshard."""
+    package = re.split(r"[ .]", line)[1]
+    return 2 if package == "fshard" else int(package not in sys.stdlib_module_names)
 
 
 def names_in(node: ast.AST) -> set[str]:
