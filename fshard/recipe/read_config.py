@@ -1,6 +1,7 @@
 """Reads configs: TOML and ``key=value`` become a ``TrainConfig``, and each problem has its line."""
 
 import difflib
+import math
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import Field, dataclass, fields, is_dataclass, replace
@@ -180,7 +181,7 @@ def keys(cls: Any, prefix: str = "") -> Iterator[tuple[str, Field[Any]]]:
 
 
 def _problem(hint: Any, value: Any, known: Field[Any]) -> str | None:
-    """What a value must be, if it is something else."""
+    """Say what a value must be, if it is something else."""
     if not _fits(hint, value):
         return type_text(hint)
     choices, least = known.metadata.get("choices"), known.metadata.get("least")
@@ -196,7 +197,7 @@ def _fits(hint: Any, value: Any) -> bool:
     if hint is Any:
         return isinstance(value, str | int | float)
     if hint is float:
-        return isinstance(value, int | float) and not isinstance(value, bool)
+        return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
     kind = get_origin(hint) or hint
     return isinstance(value, kind) and not (kind is int and isinstance(value, bool))
 
@@ -212,12 +213,12 @@ def type_text(hint: Any) -> str:
     """A type in words.
 
     >>> type_text(tuple[int, ...]), type_text(float)
-    ('a list of whole numbers', 'a number')
+    ('a list of whole numbers', 'a finite number')
     """
     if get_origin(hint) is tuple:
         inner = get_args(hint)[0]
-        return f"a list of {'lists' if get_origin(inner) is tuple else type_text(inner).partition(' ')[2] + 's'}"
-    words = {int: "a whole number", float: "a number", str: "a string", bool: "true or false", Any: "a value"}
+        return f"a list of {'lists' if get_origin(inner) is tuple else type_text(inner).removeprefix('a ') + 's'}"
+    words = {int: "a whole number", float: "a finite number", str: "a string", bool: "true or false", Any: "a value"}
     return words.get(hint, "a table")
 
 

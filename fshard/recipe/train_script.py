@@ -3,18 +3,15 @@
 ``fs.train`` runs this script, and ``fshard train --emit-script`` writes it, so both do the same.
 """
 
-import ast
-import inspect
 import re
-import sys
 from pathlib import Path
 from pprint import pformat
 from string import Template
 from typing import Any
 
-from fshard.recipe import script_pieces, script_readers
 from fshard.recipe.config_checks import check_config, is_function, reads_weights, source_format
 from fshard.recipe.config_text import given_values
+from fshard.recipe.copied_code import copied
 from fshard.recipe.script_template import TEMPLATE
 from fshard.recipe.train_config import TrainConfig
 from fshard.version import VERSION
@@ -34,7 +31,8 @@ def script_of(config: TrainConfig) -> str:
             lines.append(line if found is None else found[2])
     text = Template("\n".join(lines)).substitute(values(config))
     text = re.sub(r"\n\n\n+(?=    )", "\n\n", re.sub(r"\n{4,}", "\n\n\n", text))
-    head = f'"""Trains {config.model.source}. Written by fshard {VERSION} from a config."""\n\n'
+    name = repr(config.model.source)[1:-1].replace('"', "'")
+    head = f'"""Trains {name}. Written by fshard {VERSION} from a config."""\n\n'
     return head + copied(text) + text.strip() + "\n"
 
 
@@ -49,22 +47,12 @@ def flags_of(config: TrainConfig) -> set[str]:
 
 def values(config: TrainConfig) -> dict[str, Any]:
     """The values of the template."""
-    data, model, mesh, flags = config.data, config.model, config.mesh, flags_of(config)
-    read = {
-        "text": f"text_records({data.source!r}, {data.text!r})",
-        "jsonl": f"jsonl_records({data.source!r})",
-        "parquet": f"parquet_records({data.source!r})",
-        "huggingface": f"hugging_face_records({data.source!r}, {data.split!r})",
-    }
-    form = source_format(config)
+    model, mesh, flags = config.model, config.mesh, flags_of(config)
     more = ", **alone(batch)" if "alone" in flags else ""
     called = f"input_ids=tokens, use_cache=False{more}).logits" if "hf" in flags else "tokens)"
-    literal = {name: repr(getattr(data, name)) for name in ("text", "prompt", "answer", "chosen", "rejected", "length")}
     order = {"windows": "batches", "dpo": "lambda n: batch_of(rows, order(n))"}
-    return literal | {
-        "config": pformat(given_values(config), width=110, sort_dicts=False), "records": read[form],
-        "split": not data.whole, "share": data.held_out, "end": form != "text",
-        "tokens": "ByteTokens()" if data.tokenizer == "bytes" else f"HuggingFaceTokens({data.tokenizer!r})",
+    return {
+        **data_values(config), "config": pformat(given_values(config), width=110, sort_dicts=False),
         "source": repr(model.source), "options": dict(model.options), "seed": config.seed, "batch": config.batch,
         "units": repr("auto" if model.units == ("auto",) else model.units), "alpha": model.lora.alpha,
         "targets": repr(model.lora.targets) if model.lora.targets else "matrices(model)", "rank": model.lora.rank,
@@ -76,9 +64,24 @@ def values(config: TrainConfig) -> dict[str, Any]:
         "judged": "fs.averaged(state)" if config.optimizer.average else "state", "shape": mesh.shape,
         "trackers": trackers(config), "saved": checkpointer(config), "axes": mesh.axes,
         "batches": next((order[flag] for flag in flags if flag in order), "loader(rows)"),
-        "elements": f", elements={config.batch * data.length}" if "windows" in flags else "",
+        "elements": f", elements={config.batch * config.data.length}" if "windows" in flags else "",
         "evaluate": f"evaluate=evaluate, evaluate_every={config.evaluation.every or None}" if "held" in flags else "",
     }  # fmt: skip
+
+
+def data_values(config: TrainConfig) -> dict[str, Any]:
+    """The values of the template that say where data are, and how they are read."""
+    data, form = config.data, source_format(config)
+    read = {
+        "text": f"text_records({data.source!r}, {data.text!r})",
+        "jsonl": f"jsonl_records({data.source!r})",
+        "parquet": f"parquet_records({data.source!r})",
+        "huggingface": f"hugging_face_records({data.source!r}, {data.split!r})",
+    }
+    tokens = "ByteTokens()" if data.tokenizer == "bytes" else f"HuggingFaceTokens({data.tokenizer!r})"
+    literal = {name: repr(getattr(data, name)) for name in ("text", "prompt", "answer", "chosen", "rejected", "length")}
+    more = {"split": not data.whole, "share": data.held_out, "end": form != "text"}
+    return {"records": read[form], "tokens": tokens, **literal, **more}
 
 
 def rules(config: TrainConfig) -> str:
@@ -156,56 +159,6 @@ def trackers(config: TrainConfig) -> str:
 
 def checkpointer(config: TrainConfig) -> str:
     """The place of checkpoints as Python."""
-    saved = config.checkpoints
-    given = f"keep={saved.keep or None}, every={saved.every or None}, async_={saved.asynchronous}"
-    return (
-        f"fs.Checkpointer({str(Path(config.out) / 'checkpoints')!r}, {given})"
-        if config.out
-        else "contextlib.nullcontext()"
-    )
-
-
-HEAD = """
-import contextlib, functools, itertools, math, random
-import torch
-from torch.nn import functional
-import fshard as fs
-"""
-
-
-def copied(text: str) -> str:
-    """The imports and definitions that a text needs, with those that these need themselves."""
-    sources = [HEAD, *map(inspect.getsource, (script_readers, script_pieces))]
-    nodes = [(node, source) for source in sources for node in ast.parse(source).body]
-    defined = {node.name: (node, source) for node, source in nodes if isinstance(node, ast.FunctionDef | ast.ClassDef)}
-    needed, open_ = set[str](), names_in(ast.parse(text))
-    while open_:
-        name = open_.pop()
-        needed.add(name)
-        open_ |= (names_in(defined[name][0]) if name in defined else set()) - needed
-    imports = dict.fromkeys(
-        ast.unparse(type(node)(**{**vars(node), "names": [each]}))
-        for node, _ in nodes
-        if isinstance(node, ast.Import | ast.ImportFrom)
-        for each in node.names
-        if (each.asname or each.name.partition(".")[0]) in needed
-    )
-    groups = [[line for line in sorted(imports) if _origin(line) == origin] for origin in range(3)]
-    head = "\n\n".join("\n".join(group) for group in groups if group)
-    return head + "\n\n\n" + "".join(f"{_source(*defined[name])}\n\n\n" for name in defined if name in needed)
-
-
-def _origin(line: str) -> int:
-    """The group of an import: Python's own, others, fshard."""
-    package = re.split(r"[ .]", line)[1]
-    return 2 if package == "fshard" else int(package not in sys.stdlib_module_names)
-
-
-def names_in(node: ast.AST) -> set[str]:
-    """The names that code reads."""
-    return {each.id for each in ast.walk(node) if isinstance(each, ast.Name)}
-
-
-def _source(node: Any, source: str) -> str:
-    begin = min([node.lineno, *(each.lineno for each in node.decorator_list)])
-    return "\n".join(source.splitlines()[begin - 1 : node.end_lineno])
+    saved, folder = config.checkpoints, str(Path(config.out) / "checkpoints")
+    given = f"{folder!r}, keep={saved.keep or None}, every={saved.every or None}, async_={saved.asynchronous}"
+    return f"fs.Checkpointer({given})" if config.out else "contextlib.nullcontext()"

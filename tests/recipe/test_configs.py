@@ -78,7 +78,7 @@ def told(capsys: pytest.CaptureFixture[str], *changes: str, ranks: int = 2) -> s
         ("batch = 4", "batch = true", "run.toml:3: batch = True: must be a whole number"),
         ("steps = 2", "steps = 0", "run.toml:2: steps = 0: must be 1 or more"),
         ('["text.txt"]', '"text.txt"', "run.toml:7: data.source = 'text.txt': must be a list of strings"),
-        ("batch = 4", "batch = 4\nmesh = 3", "run.toml:4: mesh = an int: must be a table, [mesh]"),
+        ("batch = 4", "batch = 4\nmesh = 3", "run.toml:4: mesh = 3, an int: must be a table, [mesh]"),
         ("held_out", 'format = "txt"\nheld_out', "run.toml:9: data.format = 'txt': must be one of auto, text"),
         ("version = 1", "version = 2", "run.toml:1: version = 2: this fshard reads configs of version 1"),
         ("steps = 2", "steps = ", "run.toml is not TOML: Invalid value (at line 2, column 9)"),

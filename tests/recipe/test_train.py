@@ -1,6 +1,7 @@
 """``fs.train``: the example configs train on two ranks, as their scripts do; runs resume, others are refused."""
 
 import argparse
+import functools
 import importlib.util
 import runpy
 import shutil
@@ -18,6 +19,7 @@ from fshard.errors import PlanError
 from fshard.recipe.read_config import read_config
 from fshard.recipe.train_script import script_of
 from tests.recipe.runs import BRIEF, CONFIGS, ROOT, SMALL, losses, on_two, trained
+from tests.shared.workers import Pools
 
 
 @pytest.fixture(autouse=True)
@@ -120,15 +122,29 @@ def test_packed_documents_are_alone_for_a_model_of_hugging_face() -> None:
     assert torch.allclose(packed, alone, atol=1e-5)
 
 
-@pytest.mark.processes
+def on_processes(pool: Pools, function: Any, *args: Any, ranks: int) -> Any:
+    """As ``fs.launch``, on processes that are there."""
+    return pool(ranks).run(function, *args)
+
+
 @pytest.mark.long
+def test_processes_have_the_losses_of_a_virtual_mesh(
+    pool: Pools, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("fshard.cli.train_command.launch", functools.partial(on_processes, pool))
+    changes = [*BRIEF, *SMALL, "steps=2", f"out={tmp_path / 'run'}", f"model.source={ROOT}/examples/train_gpt.py:GPT"]
+    assert main(["train", str(CONFIGS / "pretrain.toml"), *changes, "--ranks", "2"]) == 0
+    trained("pretrain", tmp_path / "played", "steps=2")
+    assert losses(tmp_path / "run") == losses(tmp_path / "played")
+
+
+@pytest.mark.slow
+@pytest.mark.processes
 def test_the_command_starts_its_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     changes = [*BRIEF, *SMALL, "steps=2", f"out={tmp_path / 'run'}", "track.live=true"]
     assert main(["train", str(CONFIGS / "pretrain.toml"), *changes, "--ranks", "2"]) == 0
     out, progress = capsys.readouterr()
     assert f"trained to step 2: {tmp_path / 'run'}" in out and "step 2/2" in progress
-    played = trained("pretrain", tmp_path / "played", "steps=2")
-    assert losses(tmp_path / "run") == played
 
 
 @pytest.mark.slow
