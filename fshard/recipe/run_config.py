@@ -12,6 +12,7 @@ from torch.utils.data import default_collate
 
 from fshard import tree
 from fshard.arguments import raised
+from fshard.checkpoint.checkpointer import Checkpointer
 from fshard.errors import PlanError, ShardError, lines
 from fshard.launch import make_mesh
 from fshard.recipe.config_text import changed_meaning, to_toml
@@ -86,9 +87,9 @@ def loaded(read: ReadConfig) -> dict[str, Any]:
 
 
 def _check_run(read: ReadConfig) -> None:
-    """Refuse a config that means another run than the one in its folder."""
+    """Refuse a config that means another run than the one whose checkpoints are in its folder."""
     saved = Path(read.config.out) / "config.toml"
-    if read.config.out and saved.is_file():
+    if read.config.out and saved.is_file() and Checkpointer(saved.with_name("checkpoints")).steps():
         changed = changed_meaning(read_config(saved).config, read.config)
         if changed:
             problems = [f"{read.place(line.partition(':')[0])}: {line}" for line in changed]

@@ -1,6 +1,7 @@
 """Configs: what is wrong with one is said with its line, before any process trains; what is read is written again."""
 
 import json
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,6 +17,7 @@ from fshard.recipe.config_text import key_table, to_toml
 from fshard.recipe.read_config import key_lines, read_config
 from fshard.recipe.run_config import planned
 from fshard.recipe.train_config import TrainConfig
+from tests.project.test_docs import blocks
 from tests.recipe.runs import CONFIGS, ROOT
 
 MODEL = """
@@ -222,3 +224,16 @@ def test_example_configs_are_plain(monkeypatch: pytest.MonkeyPatch) -> None:
     assert sorted(path.stem for path in CONFIGS.glob("*.toml")) == ["dpo", "lora", "pretrain", "sft"]
     for path in CONFIGS.glob("*.toml"):
         assert read_config(path).config.version == 1
+
+
+def test_the_page_is_short_and_names_real_keys(folder: Path) -> None:
+    text = (ROOT / "docs" / "train.md").read_text()
+    assert len(text.split()) <= 600
+    (shortest,) = [body for info, body, _ in blocks(ROOT / "docs" / "train.md") if info == "toml"]
+    Path("short.toml").write_text(shortest)
+    assert read_config("short.toml").config.model.options == {"depth": 2, "width": 64}
+    rows = dict(re.findall(r"^\| `\[([\w.]+)\]` \| (.*) \|$", text, re.MULTILINE))
+    names = {name for name, *_ in key_table()}
+    for table, words in rows.items():
+        keys = [word for word in re.findall(r"`(\w+)`", words.split(":")[0]) if f"{table}.{word}" in names]
+        assert keys, table
