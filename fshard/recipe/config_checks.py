@@ -71,6 +71,12 @@ def is_function(config: TrainConfig) -> bool:
     return bool(colon) and file.endswith(".py")
 
 
+def tokenizer(config: TrainConfig) -> str:
+    """The tokenizer: as the config says, or that of the model if its weights are read, or else bytes."""
+    name = config.data.tokenizer
+    return name if name != "auto" else config.model.source if reads_weights(config) else "bytes"
+
+
 def reads_weights(config: TrainConfig) -> bool:
     """Tell whether a model of Hugging Face has values to start from, and the config wants them."""
     source, ends = Path(config.model.source), (".safetensors", ".bin", ".pt", ".index.json")

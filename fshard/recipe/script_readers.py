@@ -47,6 +47,15 @@ def hugging_face_config(source: str, options: dict[str, Any]) -> Any:
         ) from error
 
 
+def check_vocabulary(config: Any, size: int) -> None:
+    """Refuse more tokens than a model knows."""
+    if config.get_text_config().vocab_size < size:
+        known = config.get_text_config().vocab_size
+        raise PlanError(
+            f"the model knows {known} tokens, and data.tokenizer has {size}: give the tokenizer of the model"
+        )
+
+
 def hugging_face_model(config: Any) -> Any:
     """The model of a configuration."""
     from transformers import AutoModelForCausalLM

@@ -28,6 +28,7 @@ def make_model():
     """Return the model. Its parameters take no memory."""
 ?file     make = from_file($source)
 ?hf     config = hugging_face_config($source, $options)
+?hf     check_vocabulary(config, $tokens.size)
     with fs.empty_weights():
 ?file         model = fs.split(make(**$options), units=$units)
 ?hf         model = fs.split(hugging_face_model(config).train(), units=$units)

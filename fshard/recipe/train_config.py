@@ -60,7 +60,9 @@ class DataConfig:
         "auto", "kind of the source; auto: by its name", choices=("auto", "text", "jsonl", "parquet", "huggingface")
     )
     split: str = key("train", "split of a Hugging Face data set")
-    tokenizer: str = key("bytes", "bytes, or a name or folder of Hugging Face")
+    tokenizer: str = key(
+        "auto", "bytes, or one of Hugging Face; auto: the model's, if its weights are read, else bytes"
+    )
     text: str = key("text", "field of the text")
     prompt: str = key("prompt", "field of the prompt, for sft and dpo")
     answer: str = key("answer", "field of the answer, for sft")

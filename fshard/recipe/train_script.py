@@ -9,7 +9,7 @@ from pprint import pformat
 from string import Template
 from typing import Any
 
-from fshard.recipe.config_checks import check_config, is_function, reads_weights, source_format
+from fshard.recipe.config_checks import check_config, is_function, reads_weights, source_format, tokenizer
 from fshard.recipe.config_text import given_values
 from fshard.recipe.copied_code import copied
 from fshard.recipe.script_template import TEMPLATE
@@ -78,7 +78,8 @@ def data_values(config: TrainConfig) -> dict[str, Any]:
         "parquet": f"parquet_records({data.source!r})",
         "huggingface": f"hugging_face_records({data.source!r}, {data.split!r})",
     }
-    tokens = "ByteTokens()" if data.tokenizer == "bytes" else f"HuggingFaceTokens({data.tokenizer!r})"
+    name = tokenizer(config)
+    tokens = "ByteTokens()" if name == "bytes" else f"HuggingFaceTokens({name!r})"
     literal = {name: repr(getattr(data, name)) for name in ("text", "prompt", "answer", "chosen", "rejected", "length")}
     more = {"split": not data.whole, "share": data.held_out, "end": form != "text"}
     return {"records": read[form], "tokens": tokens, **literal, **more}

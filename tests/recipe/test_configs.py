@@ -124,6 +124,7 @@ def test_a_mistake_is_said_with_its_line(
         (["optimizer.betas=[1.0]"], "optimizer.betas = [1.0]: give two numbers"),
         (["model.options={depth = 3}"], "command line: model.source: TypeError"),
         (["data.tokenizer=no/such"], "no tokenizer 'no/such' can be read"),
+        (["model.source=small.json"], "the model knows 9 tokens, and data.tokenizer has 256"),
         (["checkpoints.every=3"], "checkpoints.every saves to a folder: give out"),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else "",
@@ -132,6 +133,7 @@ def test_a_mistake_on_the_command_line(
     changes: Sequence[str], says: str, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     Path("a.jsonl").write_text('{"text": "one"}\n')
+    Path("small.json").write_text('{"model_type": "llama", "vocab_size": 9}')
     assert says.replace("command line: model.source", "run.toml:5: model.source") in told(capsys, *changes)
 
 

@@ -103,7 +103,15 @@ def test_weights_of_a_folder_are_read(tmp_path: Path) -> None:
     config = transformers.AutoConfig.from_pretrained(CONFIGS / "llama.json")
     model = transformers.LlamaForCausalLM(config)
     model.save_pretrained(tmp_path / "model")
-    changes = [*BRIEF, "steps=1", f"model.source={tmp_path / 'model'}", "rate.peak=0.0", "model.lora.rank=0", "out="]
+    changes = [
+        *BRIEF,
+        "steps=1",
+        f"model.source={tmp_path / 'model'}",
+        "rate.peak=0.0",
+        "model.lora.rank=0",
+        "out=",
+        "data.tokenizer=bytes",
+    ]
     state = fs.train(CONFIGS / "lora.toml", [*changes, "data.held_out=0.0", "step.precision=fp32"])
     for path, leaf in fs.tree.paths(fs.unshard(state.params, state.plan)):
         assert torch.equal(leaf, model.get_parameter(path)), path
