@@ -24,7 +24,9 @@ def check_config(config: TrainConfig) -> None:
             data.rows == "windows" and kind != "next-token"
         ),
         f"data.held_out = {data.held_out} leaves nothing to train on: give a share below 1": data.held_out >= 1,
-        "data.source: give one data set of Hugging Face": data.format == "huggingface" and len(data.source) != 1,
+        "data.source: give one data set of Hugging Face, and its configuration if it has several": (
+            data.format == "huggingface" and len(data.source) not in (1, 2)
+        ),
         "optimizer.name = 'muon' trains whole matrices: give adamw with model.lora": (
             config.model.lora.rank > 0 and config.optimizer.name == "muon"
         ),

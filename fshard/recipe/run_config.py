@@ -24,7 +24,13 @@ from fshard.state.train_state import TrainState
 from fshard.training.train_step import TrainStep
 from fshard.writing import write_whole
 
-ABOUT = {"read_data": "data.source", "make_model": "model.source", "make_plan": "mesh.rules", "make_step": "optimizer"}
+ABOUT = {
+    "make_tokens": "data.tokenizer",
+    "read_data": "data.source",
+    "make_model": "model.source",
+    "make_plan": "mesh.rules",
+    "make_step": "optimizer",
+}
 """The functions of a script, and the key that a failure in each is about."""
 
 
@@ -67,11 +73,14 @@ def about(read: ReadConfig, name: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        if not isinstance(error, ShardError | ImportError | OSError) and name != "model.source":
+        known = isinstance(error, ShardError | ImportError | OSError) or name == "model.source"
+        if not known or "told" in vars(error):  # by a function that this one calls
             raise
         kind = ImportError if isinstance(error, ImportError) else PlanError
         told = str(error) if isinstance(error, ShardError | ImportError) else raised(error)
-        raise kind(f"{read.place(name)}: {name + ': ' if name else ''}{told}") from error
+        found = kind(f"{read.place(name)}: {name + ': ' if name else ''}{told}")
+        vars(found).update(told=True)
+        raise found from error
 
 
 def loaded(read: ReadConfig) -> dict[str, Any]:
@@ -117,7 +126,7 @@ def planned(read: ReadConfig, ranks: int) -> tuple[TrainStep, Any]:
     with about(read, "mesh.shape"):
         mesh = abstract_mesh(resolve_sizes(config.mesh.shape, config.mesh.axes, ranks), config.mesh.axes)
     _check_batch(read, mesh)
-    (rows, _), model = script["read_data"](), script["make_model"]()
+    model, (rows, _) = script["make_model"](), script["read_data"]()
     plan = script["make_plan"](model, mesh)
     step = script["make_step"](model, plan)
     batch = default_collate([rows[i % len(rows)] for i in range(config.batch)])

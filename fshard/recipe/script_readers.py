@@ -138,7 +138,7 @@ def parquet_records(sources: Sequence[str]) -> list[dict[str, Any]]:
 
 
 def hugging_face_records(sources: Sequence[str], split: str) -> Any:
-    """The records of a data set of Hugging Face: a folder that it saved, or a name."""
+    """The records of a data set of Hugging Face: a folder that it saved, or a name and maybe a configuration."""
     source = sources[0]
     try:
         import datasets  # type: ignore[import-untyped, unused-ignore]
@@ -146,7 +146,7 @@ def hugging_face_records(sources: Sequence[str], split: str) -> Any:
         raise missing_extra(f"the data set {source}", "datasets", "recipe") from error
     try:
         if not Path(source).is_dir():
-            return datasets.load_dataset(source, split=split)
+            return datasets.load_dataset(*sources, split=split)
         found = datasets.load_from_disk(source)
         return found[split] if isinstance(found, datasets.DatasetDict) else found
     except (OSError, ValueError, KeyError) as error:

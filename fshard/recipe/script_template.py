@@ -5,9 +5,15 @@ CONFIG = $config
 """What the config said, for trackers."""
 
 
+@functools.cache
+def make_tokens():
+    """Return the tokenizer."""
+    return $tokens
+
+
 def read_data():
     """Return rows to train on, and rows that are held out."""
-    records, tokens = $records, $tokens
+    records, tokens = $records, make_tokens()
 ?windows     text = torch.cat([tokens(text) for text in field_values(records, $text)])
 ?windows     train, test = held_out(text, $share)
 ?windows     return windows(train, $length, 1), windows(test, $length, $length)
@@ -28,7 +34,7 @@ def make_model():
     """Return the model. Its parameters take no memory."""
 ?file     make = from_file($source)
 ?hf     config = hugging_face_config($source, $options)
-?hf     check_vocabulary(config, $tokens.size)
+?hf     check_vocabulary(config, make_tokens().size)
     with fs.empty_weights():
 ?file         model = fs.split(make(**$options), units=$units)
 ?hf         model = fs.split(hugging_face_model(config).train(), units=$units)
@@ -83,7 +89,7 @@ def make_step(model, plan):
 
 def train(mesh):
     """Train on these ranks, and return the last state."""
-    (rows, tests), model = read_data(), make_model()
+    model, (rows, tests) = make_model(), read_data()
     plan = make_plan(model, mesh)
     step = make_step(model, plan)
 

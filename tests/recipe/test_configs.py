@@ -123,7 +123,7 @@ def test_a_mistake_is_said_with_its_line(
         (["data.text=body", "data.format=jsonl", "data.source=['a.jsonl']"], "no text in a field 'body'; its fields:"),
         (["optimizer.betas=[1.0]"], "optimizer.betas = [1.0]: give two numbers"),
         (["model.options={depth = 3}"], "command line: model.source: TypeError"),
-        (["data.tokenizer=no/such"], "no tokenizer 'no/such' can be read"),
+        (["data.tokenizer=no/such"], "command line: data.tokenizer: no tokenizer 'no/such' can be read"),
         (["model.source=small.json"], "the model knows 9 tokens, and data.tokenizer has 256"),
         (["checkpoints.every=3"], "checkpoints.every saves to a folder: give out"),
     ],
