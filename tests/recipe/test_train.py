@@ -87,9 +87,9 @@ def test_a_run_goes_on_and_another_run_is_refused(tmp_path: Path) -> None:
     "changes",
     [
         "optimizer.name=muon optimizer.average=0.9 rate.kind=wsd step.precision=bf16 mesh.shape=[2,1] "
-        "mesh.axes=['replica','data'] data.held_out=0.0 optimizer.decay=all",
+        "mesh.axes=['replica','data'] optimizer.decay=all",
         "mesh.rules=[['embed.*','replicated'],['.*','fsdp','data']] step.accumulate=2 step.remat=all data.rows=packed "
-        "rate.kind=linear step.schedule=auto optimizer.clip_norm=0",
+        "rate.kind=linear step.schedule=auto optimizer.clip_norm=0 data.held_out=0.0",
     ],
     ids=("muon", "rules"),
 )
