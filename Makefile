@@ -25,16 +25,16 @@ endef
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help map route freeze suites mutations train bench gpu test quick parity fuzz faults hostile prose docs notebooks site lint format clean
+.PHONY: help map route freeze suites mutations train bench gpu test quick parity fuzz faults hostile prose docs notebooks site lint format release clean
 
 help:  ## Show what can be made.
 	@sed -n 's/^\([a-z]*\):.*## /  make \1	/p' $(MAKEFILE_LIST)
 	@echo '  RANKS=4 and ARGS="..." are passed on by make train, ARGS by make test, quick, fuzz, docs, gpu and bench.'
 	@echo '  WITH=python3 runs make gpu with a Python that has PyTorch already, where nothing can be installed.'
 
-train: $(BASE)  ## Train a small GPT, sharded over RANKS processes of this machine.
+train: $(BASE)  ## Train a small GPT for 400 steps, sharded over RANKS processes of this machine.
 	@echo 'Training on $(RANKS) ranks:'
-	$(BIN)/torchrun --standalone --nproc-per-node $(RANKS) examples/train_gpt.py $(ARGS)
+	$(BIN)/torchrun --standalone --nproc-per-node $(RANKS) examples/train_gpt.py --steps 400 $(ARGS)
 
 bench: $(STAMP)  ## Run every benchmark in its quick form, against the peers; as root also over limited links.
 	@status=0; for name in $(BENCH); do \
@@ -43,7 +43,7 @@ bench: $(STAMP)  ## Run every benchmark in its quick form, against the peers; as
 gpu: $(if $(WITH),,$(STAMP))  ## Find out on one GPU, in 25 minutes, what only hardware shows; a dry run without one.
 	$(or $(WITH),$(BIN)/python) -m tests.gpu $(ARGS)
 
-test: $(STAMP)  ## Check style and types, and run the tests: some twenty minutes on two cores.
+test: $(STAMP)  ## Check style and types, and run the tests: some fifteen minutes on two cores.
 	@$(call beside_lint,$(PYTEST) $(ARGS))
 
 quick: $(STAMP)  ## Check style and types, and run the short tests that start no process: six minutes; ROOM=schedule for one room.
@@ -56,13 +56,13 @@ parity: $(STAMP)  ## Run every model under every schedule, on 1 to 4 ranks: half
 fuzz: $(STAMP)  ## Run generated models, meshes and options against one plain process; ARGS="--cases 1000 --seed 0".
 	$(BIN)/python -m tests.fuzz $(ARGS)
 
-faults: $(STAMP)  ## Kill ranks and spoil files at every phase, and write the table of docs/reliability.md.
-	$(BIN)/python -m tests.faults.matrix --write docs/reliability.md $(ARGS)
+faults: $(STAMP)  ## Kill ranks and spoil files at every phase, and write the tables of tests/faults/README.md.
+	$(BIN)/python -m tests.faults.matrix --write tests/faults/README.md $(ARGS)
 
 hostile: $(STAMP)  ## Load ten thousand hostile files, each within bounds of memory and time.
 	$(BIN)/python -m tests.security.hostile --cases 10000 $(ARGS)
 
-suites: $(STAMP)  ## Run PyTorch's lists of modules, operators and optimizers as units of sharded models; ARGS="--every 10".
+suites: $(STAMP)  ## Run PyTorch's lists of modules and operators as units of sharded models; ARGS="--every 10".
 	$(BIN)/python -m tests.suites $(ARGS)
 
 mutations: $(STAMP)  ## Put twenty seeded faults into copies of the tree: tests must catch each.
@@ -97,6 +97,15 @@ lint: $(STAMP)  ## Check style, format and types.
 format: $(STAMP)  ## Sort imports and format every file.
 	$(BIN)/ruff check --quiet --fix --select I .
 	$(BIN)/ruff format .
+
+release: $(STAMP)  ## Build the wheel and the sdist in build/dist, check and try them, and run all tests. It tags and uploads nothing.
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[release]'
+	rm -rf build/dist
+	$(BIN)/python -m build --outdir build/dist .
+	$(BIN)/python -m twine check --strict build/dist/*
+	$(BIN)/check-wheel-contents build/dist/*.whl
+	$(PYTEST) -m "slow or not slow" tests/project/test_packaging.py
+	$(MAKE) test
 
 clean:  ## Remove the environment, caches and build products.
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis

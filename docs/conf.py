@@ -26,14 +26,13 @@ extensions = [
     "site_examples",
 ]
 root_doc = "docs/index"
-include_patterns = ["*.md", "docs/**", "examples/**", "benchmarks/*.md"]
+include_patterns = ["*.md", "docs/**", "examples/**", "benchmarks/*.md", "tests/*/README.md"]
 exclude_patterns = [
     ".*",
     "build",
     "dist",
     "fshard",
     "runs",
-    "tests",
     "docs/*.py",
     "docs/pictures",
     "docs/templates",

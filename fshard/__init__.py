@@ -18,7 +18,7 @@ The spec says where, the schedule says when, the runtime does it::
     tracking/       metrics as plain numbers, and where they go: files, TensorBoard, the terminal
     outer_steps/    replicas that train apart, and exchanges between them
     training/       train and evaluation steps, their metrics, buffers that change, the training loop
-    proof/          fs.verify: a step compared with plain PyTorch
+    proof/          fs.verify: a step compared with plain PyTorch; fs.recheck: with itself
     parts/          the parts of a step: gradients, updates, arithmetic, and steps composed of them
     transform/      losses of shards for torch.func, and tools on them
     foresight/      what a step would hold, send and take on a mesh that need not exist
@@ -81,6 +81,7 @@ if TYPE_CHECKING:
     from fshard.parts.step_function import make_step
     from fshard.played.mapping import shard_map
     from fshard.played.virtual import virtual_mesh
+    from fshard.proof.recheck import recheck
     from fshard.proof.verification import VerifyError
     from fshard.proof.verify import verify
     from fshard.recipe.run_config import train
@@ -101,6 +102,7 @@ _LATER = (
     ("fshard.training.elastic", "Preempted Preemption train_loop"),
     ("fshard.played.mapping", "shard_map"),
     ("fshard.proof.verification", "VerifyError"),
+    ("fshard.proof.recheck", "recheck"),
     ("fshard.proof.verify", "verify"),
     ("fshard.recipe.run_config", "train"),
     ("fshard.generation.generate", "generate"),
@@ -177,6 +179,7 @@ __all__ = [
     "parallel",
     "perplexity",
     "random",
+    "recheck",
     "remat",
     "reshard_state",
     "secondary",

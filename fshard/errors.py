@@ -207,6 +207,10 @@ class NonFiniteError(ShardError, ArithmeticError):
     """
 
 
+class CorruptionError(ShardError, RuntimeError):
+    """A rank computed a step twice, with different results (``fs.recheck``). The state is as it was before."""
+
+
 class RematError(ShardError, RuntimeError):
     """A function cannot be recomputed: it would return other values, or lose a gradient.
 
@@ -363,13 +367,6 @@ def stopped_by_program(paths: Sequence[str]) -> UnitError:
     )
     return UnitError(
         lines("the program called requires_grad_(False) on parameters that the plan trains:", paths, remedy)
-    )
-
-
-def foreign_params() -> UnitError:
-    """A program uses parameters that belong to another step."""
-    return UnitError(
-        "the program reads parameters of another step: use params only inside the loss function that receives them"
     )
 
 

@@ -26,13 +26,13 @@ LAST = -1000
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Keep the test process itself on one thread, and let sixty examples take as long as a busy machine needs."""
+    """Keep the test process itself on one thread, and let generated examples take as long as a busy machine needs."""
     torch.set_num_threads(1)
     if "PYTEST_XDIST_WORKER" not in os.environ:
         own_temp_directory()
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in what a shell runs in the background
         signal.signal(signal.SIGINT, signal.default_int_handler)
-    settings.register_profile("patient", deadline=None, max_examples=60)
+    settings.register_profile("patient", deadline=None, max_examples=60 if config.option.markexpr == "slow" else 20)
     settings.load_profile("patient")
     gc.disable()  # nothing of a collection is garbage
 
@@ -50,10 +50,22 @@ def own_temp_directory() -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark the tests that use pools of processes."""
+    """Mark the tests that use pools of processes, and as slow what a sample of a family leaves out."""
+    families: dict[tuple[str, str], list[pytest.Item]] = {}
     for item in items:
         if "pool" in getattr(item, "fixturenames", ()):
             item.add_marker(pytest.mark.processes)
+        if item.get_closest_marker("sample") is not None:
+            families.setdefault((str(item.path), getattr(item, "originalname", item.name)), []).append(item)
+    for family in families.values():
+        mark = family[0].get_closest_marker("sample")
+        for item in left_out(family, mark.args[0] if mark is not None else 1):
+            item.add_marker(pytest.mark.slow)
+
+
+def left_out(family: list[pytest.Item], share: int) -> list[pytest.Item]:
+    """The tests of a family that are no part of its sample, which is every so many, from the first on."""
+    return [item for number, item in enumerate(family) if number % share]
 
 
 def pytest_collection_finish() -> None:

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from fshard.arguments import size_text
+from fshard.cli.link_tests import findings, link_tests
 from fshard.cli.selftest import selftest
 from fshard.launching.caller import launch
 from fshard.played.virtual import virtual_mesh
@@ -37,14 +38,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments of the command."""
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--no-test", action="store_true", help="leave the self-test on two ranks out")
+    parser.add_argument(
+        "--full",
+        action="store_true",
+        help="measure links and clocks, and compare versions: of two ranks here, or under torchrun of all of the job",
+    )
     parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Look, test and print; 1 if something is wrong."""
     found = [*versions(), *devices(), *links()]
-    if not arguments.no_test:
+    in_a_job = "RANK" in os.environ
+    if not arguments.no_test and not in_a_job:
         found.append(tested())
+    if arguments.full:
+        found += linked(in_a_job)
+    if in_a_job and os.environ["RANK"] != "0":  # rank 0 tells what all have found
+        return 0
     if arguments.json:
         keys = ("section", "name", "value", "problem")
         print(json.dumps([dict(zip(keys, one, strict=True)) for one in found], indent=1))
@@ -130,3 +141,11 @@ def tested() -> Finding:
     problem = f"losses differ from those of one rank by {off:.2g}" if off > 1e-5 else ""
     late = f"slower than {SLOW:g} s: the machine is busy, or imports come from a slow disk" if seconds > SLOW else ""
     return "self-test", "two ranks", value + (f" ({late})" if late else ""), problem
+
+
+def linked(in_a_job: bool) -> list[Finding]:
+    """Measure links and clocks: of all ranks of a job, or of two that are started for it."""
+    try:
+        return [*findings(link_tests() if in_a_job else launch(link_tests, ranks=2))]
+    except Exception as error:
+        return [("links", "all ranks", "failed", f"{type(error).__name__}: {error}")]

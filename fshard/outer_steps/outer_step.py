@@ -17,7 +17,7 @@ from fshard.runtime.comm.facts import compare
 from fshard.runtime.steps import refuse_transforms
 from fshard.sharding.part_mesh import PartMesh
 from fshard.sharding.plan import Plan
-from fshard.sharding.wire import LARGEST, NAMES, POWER, WireFormat
+from fshard.sharding.wire import NAMES, POWER, SCALED, WireFormat
 from fshard.state.equal import Equal
 from fshard.state.exchanges import Exchanges, calm_step
 from fshard.state.state_memory import StateMemory
@@ -40,7 +40,7 @@ class OuterStep(TrainStep):
     opt: Outer
 
     def __init__(self, step: TrainStep, plan: Plan, opt: Outer) -> None:
-        form = None if opt.wire is None else WireFormat(opt.wire, BLOCK if opt.wire in LARGEST else 1)
+        form = None if opt.wire is None else WireFormat(opt.wire, BLOCK if opt.wire in SCALED else 1)
         fragments = make_fragments(plan, opt.fragments, form)
         mesh = plan.mesh
         assert isinstance(mesh, PartMesh)
@@ -237,7 +237,7 @@ def outer(
         raise PlanError(lines("fs.outer:", problems, "Correct these arguments, or those of the inner step."))
     kept = fragments if isinstance(fragments, int) else tuple(fragments)
     around = Outer(step.opt, opt, every, over, None if wire == "fp32" else wire, kept, delay, float(mix))
-    return OuterStep(step, plan_of_replica(step.plan, over, BLOCK if wire in LARGEST else 1), around)
+    return OuterStep(step, plan_of_replica(step.plan, over, BLOCK if wire in SCALED else 1), around)
 
 
 def _number_problems(every: Any, fragments: Any, delay: Any, mix: Any, wire: Any) -> list[str]:

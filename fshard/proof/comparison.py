@@ -33,14 +33,6 @@ FLOOR = 1e-3
 """The tolerance of a leaf's gradient by the largest gradient of all leaves, relative to that by its own largest value:
 a gradient that should be zero holds the rounding errors of terms that cancel."""
 
-CODES = {
-    "bf16": torch.bfloat16,
-    "fp8_e4m3": torch.float8_e4m3fn,
-    "int8": torch.int8,
-    "int4": torch.quint4x2,
-}
-"""The dtypes that stand for wire formats in a tolerance."""
-
 COPIES = "ranks hold different values of it"
 
 
@@ -80,7 +72,7 @@ class Comparison:
         groups = self.watched.plan.groups
         reduced = [form for g in groups for kind, form in g.wires.items() if FIELDS[kind] == "reduce"]
         forms = [form for form in reduced if not form.feedback]  # what these leave out is known
-        return [*self.dtypes, *(CODES[form.name] for form in forms)]
+        return [*self.dtypes, *(form.codes.tolerance for form in forms)]
 
     def rows(self) -> list[Row]:
         """All comparisons. Collective."""

@@ -7,21 +7,52 @@ those of ZeRO++ (Wang et al., 2023) and SDP4Bit (Jia et al., 2024).
 
 from collections.abc import Iterator, Mapping
 from dataclasses import KW_ONLY, dataclass, fields
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 
 from fshard.errors import PlanError
 from fshard.sharding.mesh import Axes
 
-BITS = {"bf16": 16, "fp8_e4m3": 8, "int8": 8, "int4": 4, "nf4": 4}
-"""Bits an element, by format."""
-LARGEST = {"fp8_e4m3": 448.0, "int8": 127.0, "int4": 7.0, "nf4": 1.0}
-"""The code of the largest element of a block, by blockwise format."""
+
+class Codes(NamedTuple):
+    """The codes of a format: one row of the table of formats.
+
+    Attributes:
+        bits: of an element.
+        dtype: as which a code is stored; uint8 for two codes of four bits.
+        tolerance: the dtype whose rounding ``fs.verify`` allows.
+        largest: the code of the largest element of a block; None for a format without scales.
+        whole: whether codes are whole numbers, so that they may be rounded at random.
+        block: the elements that share a scale, where ``Rule(packed=)`` is told no number.
+        travels: whether ``Wire`` takes it, or only ``Rule(packed=)``.
+    """
+
+    bits: int
+    dtype: torch.dtype
+    tolerance: torch.dtype
+    largest: float | None = None
+    whole: bool = False
+    block: int = 256
+    travels: bool = True
+
+
+FORMATS = {
+    "bf16": Codes(16, torch.bfloat16, torch.bfloat16),
+    "fp8_e4m3": Codes(8, torch.float8_e4m3fn, torch.float8_e4m3fn, 448.0),
+    "int8": Codes(8, torch.int8, torch.int8, 127.0, whole=True),
+    "int4": Codes(4, torch.uint8, torch.quint4x2, 7.0, whole=True),
+    "nf4": Codes(4, torch.uint8, torch.quint4x2, 1.0, block=64, travels=False),
+}
+"""The table of formats. ``runtime/comm/packing.py`` packs by it, and refuses none."""
 POWER = "powersgd"
 """The format of sums of matrices as products of low rank, see ``sharding/low_rank.py``."""
-NAMES = ("fp32", "bf16", "fp8_e4m3", "int8", "int4", POWER)
-"""What ``Wire`` takes."""
+NAMES = ("fp32", *(name for name, codes in FORMATS.items() if codes.travels), POWER)
+"""The names that ``Wire`` takes."""
+SCALED = tuple(name for name, codes in FORMATS.items() if codes.largest is not None)
+"""The names of blockwise formats."""
+WHOLE = tuple(name for name, codes in FORMATS.items() if codes.whole)
+"""The names of formats that may be rounded at random."""
 FIELDS = {
     "all_gather": "gather",
     "reduce_scatter": "reduce",
@@ -34,9 +65,6 @@ SCALE = 4
 FEEDBACK = "+feedback"
 """How the name of a format with feedback ends."""
 
-BLOCKS = {"nf4": 64}
-"""Elements that share a scale where ``packed_format`` is told no number, by format; 256 in the others."""
-
 Formats = str | tuple[tuple[str, str], ...] | None
 """One format for all axes, or pairs of axes, joined by ``+``, and a format."""
 
@@ -46,7 +74,7 @@ class WireFormat:
     """The format of one compressed transfer.
 
     Args:
-        name: a name in ``BITS``.
+        name: a name in ``FORMATS``, or ``"powersgd"``.
         block: elements that share a scale; 1 for formats without scales.
         rotate: whether blocks are rotated by a Hadamard matrix before they are rounded.
         stochastic: whether they are rounded up or down at random, and not to nearest.
@@ -67,11 +95,16 @@ class WireFormat:
     @property
     def largest(self) -> float | None:
         """The code of the largest element of a block; None for a format without scales."""
-        return LARGEST.get(self.name)
+        return FORMATS[self.name].largest if self.name in FORMATS else None
+
+    @property
+    def codes(self) -> Codes:
+        """Its row in the table of formats."""
+        return FORMATS[self.name]
 
     def payload(self, numel: int) -> int:
         """Bytes of so many elements without their scales."""
-        return numel * BITS[self.name] // 8
+        return numel * self.codes.bits // 8
 
     def nbytes(self, numel: int) -> int:
         """Bytes of so many elements, a multiple of ``block``: their payload, and behind it their scales."""
@@ -94,9 +127,10 @@ def packed_format(text: object) -> WireFormat | None:
     if text is None:
         return None
     name, slash, size = text.partition("/") if isinstance(text, str) else ("", "", "")
-    block = int(size) if size.isdecimal() and len(size) < 10 else BLOCKS.get(name, 256) if not slash else 0
-    if name not in LARGEST or block < 16 or block & (block - 1):
-        known = ", ".join(map(repr, LARGEST))
+    usual = FORMATS[name].block if name in FORMATS and not slash else 0
+    block = int(size) if size.isdecimal() and len(size) < 10 else usual
+    if name not in SCALED or block < 16 or block & (block - 1):
+        known = ", ".join(map(repr, SCALED))
         raise PlanError(
             f"packed={text!r} must be one of {known}, with a block if the usual one does not do, a power of two from "
             f"16 on: 'nf4/64'"
@@ -193,11 +227,11 @@ class Wire:
         name = dict(formats).get("+".join(axes)) if isinstance(formats, tuple) else formats
         if name == POWER:
             return WireFormat(name, feedback=True, rank=self.rank)
-        if name not in BITS:
+        if name not in FORMATS:
             return None
         graded = field == "reduce"
         kept = graded and self.feedback in (True, "+".join(axes))
-        if name not in LARGEST:
+        if name not in SCALED:
             return WireFormat(name, feedback=kept)
         return WireFormat(name, self.block, self.rotate and graded, self.rounding == "stochastic" and graded, kept)
 
@@ -205,7 +239,7 @@ class Wire:
     def grid(self) -> int:
         """Leaves begin, and chunks end, at multiples of this many elements: blocks are never cut."""
         named = [value for name in set(FIELDS.values()) for value in _names(getattr(self, name))]
-        return self.block if any(name in LARGEST for name in named) else 1
+        return self.block if any(name in SCALED for name in named) else 1
 
     def keys(self, field: str) -> tuple[str, ...]:
         """The axes that a field names."""
@@ -230,19 +264,20 @@ def _option_problems(reduced: list[str], block: object, rotate: object, rounding
         yield f"block={block!r} must be a power of two, at least 16"
     if not isinstance(rotate, bool):
         yield f"rotate={rotate!r} must be True or False"
-    elif rotate and not {*reduced} & {*LARGEST}:
+    elif rotate and not {*reduced} & {*SCALED}:
         yield "rotate=True, but no gradients travel in blocks: give reduce= a format of 8 or 4 bits"
     if rounding not in ("nearest", "stochastic"):
         yield f"rounding={rounding!r} must be 'nearest' or 'stochastic'"
-    elif rounding == "stochastic" and not {*reduced} & {"int8", "int4"}:
-        yield "rounding='stochastic', but no gradients travel as integers: give reduce= 'int8' or 'int4'"
+    elif rounding == "stochastic" and not {*reduced} & {*WHOLE}:
+        known = " or ".join(map(repr, WHOLE))
+        yield f"rounding='stochastic', but no gradients travel as integers: give reduce= {known}"
 
 
 def _feedback_problems(reduced: Formats, feedback: object) -> Iterator[str]:
     """List what is wrong with feedback, given the formats of gradients."""
     if not isinstance(feedback, bool | str):
         yield f"feedback={feedback!r} must be True, False or axes, such as 'replica'"
-    elif feedback and not {*_names(reduced)} & {*BITS, POWER}:
+    elif feedback and not {*_names(reduced)} & {*FORMATS, POWER}:
         yield f"feedback={feedback!r}, but no sums are rounded: give reduce= a format"
     elif isinstance(feedback, str) and isinstance(reduced, tuple) and feedback not in dict(reduced):
         yield f"feedback={feedback!r} names no axes of reduce=: {', '.join(repr(axes) for axes, _ in reduced)}"

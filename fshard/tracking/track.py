@@ -17,6 +17,7 @@ from fshard.forks import own
 from fshard.runtime.steps.measured_rates import measured_peak
 from fshard.sharding.mesh import Mesh
 from fshard.sharding.plan import Plan
+from fshard.tracking.profile_window import ProfileWindow, window_problems
 from fshard.tracking.scalars import scalars
 from fshard.tracking.tracker import Guard, Tracker
 
@@ -39,7 +40,9 @@ class Track:
         peak: float | None,
         config: Mapping[str, Any],
         patience: float,
+        window: ProfileWindow | None = None,
     ) -> None:
+        self._window = window
         self.mesh, self.every, self.elements, self.peak = mesh, every, elements, peak
         self.config = config
         self.latest: Mapping[str, float] = {}
@@ -52,6 +55,7 @@ class Track:
     def disown(self, why: str) -> None:
         """Record nothing in a child: files, connections and threads of trackers are the parent's."""
         self._end.detach()
+        self._window = None
 
     def __repr__(self) -> str:
         return f"<track of {len(self._guards)} trackers on rank {self.mesh.rank}>"
@@ -66,7 +70,11 @@ class Track:
             more: a tree of scalars for the same row, such as ``{"val": evaluate(state, batch)}``; it is recorded at
                 every step.
         """
-        if not self._guards or not self._end.alive:
+        if not self._end.alive:
+            return
+        if self._window is not None and hasattr(metrics, "ran"):
+            self._window.after(step)
+        if not self._guards:
             return
         ran = getattr(metrics, "ran", None)
         now, before = perf_counter(), self._before
@@ -96,6 +104,8 @@ class Track:
 
     def close(self) -> None:
         """End the runs of all trackers. Waits ``patience`` seconds at most for servers."""
+        if self._window is not None:
+            self._window.end()
         self._end()
 
     def __enter__(self) -> Self:
@@ -129,6 +139,7 @@ def track(
     peak: float | str | None = None,
     config: Mapping[str, Any] | None = None,
     patience: float = 30.0,
+    profile: tuple[Any, ...] | None = None,
 ) -> Track:
     """Make the function that records what steps tell: ``track(state.step, metrics)``, in a loop of your own.
 
@@ -150,6 +161,9 @@ def track(
             product of matrices.
         config: what the run was configured with; JSON values.
         patience: how many seconds to wait at the end for records that are still to be sent.
+        profile: the first and the last train step to profile, such as ``(10, 13)``: each rank writes the trace of
+            torch.profiler to ``profile/rank0.json``, or to another folder, ``(10, 13, "traces")``. Perfetto and
+            ``chrome://tracing`` show it, with a range for each op of the schedule.
 
     Raises:
         PlanError: an invalid argument.
@@ -172,11 +186,13 @@ def track(
     expect("track(trackers, of)", wants)
     assert isinstance(mesh, Mesh)
     problems = [*_bad_trackers(trackers), *_bad_options(every, elements, peak, isinstance(plan, Plan))]
+    problems += [] if profile is None else window_problems(profile)
     if problems:
         raise PlanError("; ".join(problems))
+    window = None if profile is None else ProfileWindow(mesh, *profile)
     if peak == "measured" and isinstance(plan, Plan):
         peak = measured_peak(plan) if mesh.rank == 0 else None
-    return Track(trackers, mesh, every, elements, None if peak is None else float(peak), config or {}, patience)
+    return Track(trackers, mesh, every, elements, None if peak is None else float(peak), config or {}, patience, window)
 
 
 def _bad_trackers(trackers: Sequence[Any]) -> Iterator[str]:

@@ -274,6 +274,7 @@ def saved(pool: Pools, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("name", CASES)
 def test_bad_input_is_the_same_error_on_all_ranks(pool: Pools, saved: Path, tmp_path: Path, name: str) -> None:
     root = tmp_path / "run"

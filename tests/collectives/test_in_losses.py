@@ -79,6 +79,7 @@ def on_a_rank(named: bool) -> list[str]:
     return out
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("named", [True, False], ids=["in scope", "by mesh="])
 @pytest.mark.parametrize("world", [1, 2, 3])
 def test_gradients_are_those_of_the_global_batch(job: Job, world: int, named: bool) -> None:

@@ -135,6 +135,7 @@ def test_on_one_rank(name: str, tmp_path: Any) -> None:
     assert found == usual
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", SUITES)
 def test_on_two_ranks(pool: Pools, name: str, tmp_path: Any) -> None:
     for usual, found in pool(2).run(both, name, str(tmp_path)):

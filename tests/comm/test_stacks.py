@@ -178,6 +178,7 @@ over.set()
 """
 
 
+@pytest.mark.slow
 @pytest.mark.long
 def test_looks_at_a_thread_that_runs_do_not_end_the_process() -> None:
     done = subprocess.run([sys.executable, "-c", BUSY, "5"], capture_output=True, text=True, timeout=60)

@@ -26,6 +26,7 @@ def device(pytestconfig: pytest.Config) -> Iterator[tuple[Pool, str]]:
         pool.close()
 
 
+@pytest.mark.sample(3)
 @pytest.mark.timeout(900)  # the first one compiles the device
 @pytest.mark.parametrize(
     "case", [pytest.param(name, marks=[pytest.mark.slow] * (name in cases.LIKE_OTHERS)) for name in cases.CASES]
@@ -35,6 +36,7 @@ def test_on_a_device_of_our_own(device: tuple[Pool, str], case: str) -> None:
     assert pool.run(cases.run, library, case, timeout=120) == [[]]
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("seldom", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["", "seldom"])
 def test_a_step_reads_its_device_once_and_nothing_else_waits(device: tuple[Pool, str], seldom: bool) -> None:

@@ -1,7 +1,7 @@
 """The fault matrix: what is done to a run, and that no fault costs more than the steps since the last checkpoint.
 
-``python -m tests.faults.matrix`` runs all of it and prints a table of counts; ``--write docs/reliability.md`` puts the
-table there, between its marks.
+``python -m tests.faults.matrix`` runs all of it and prints a table of counts; ``--write tests/faults/README.md``
+puts the table there, between its marks.
 """
 
 import argparse

@@ -349,7 +349,7 @@ def written(page: str, name: str, text: str) -> str:
 
 
 def main() -> int:
-    """Run all of it: ``--write docs/reliability.md`` puts the table there, between its marks."""
+    """Run all of it: ``--write tests/faults/README.md`` puts the table there, between its marks."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--write", type=Path, help="put the table into this page, between its marks")
     given = parser.parse_args()

@@ -95,6 +95,7 @@ FAST = ("plain", "fx", "on demand", "collectives")
 """What `make test` tries; all of them are tried at every phase among the slow tests."""
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("style", FAST)
 def test_a_step_that_fails_leaves_nothing(pool: Pools, style: str) -> None:
     assert pool(2).run(failing, [style], _faults(style, FEW), False, (-1,)) == [[]] * 2

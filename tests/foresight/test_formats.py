@@ -57,6 +57,7 @@ def test_exact_transfers_alone_are_the_default() -> None:
     assert {len(row) for row in both.table()} == {len(both.head)}
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", ["int8", "int4", "bf16", "fp8_e4m3"])
 def test_a_format_is_faster_over_a_slow_link_and_no_use_over_a_fast_one(name: str) -> None:
     slow = fs.sim.search(job(**LARGE), [ONE], SLOW, remats=[None], wires=[None, name])
@@ -220,6 +221,7 @@ def steps() -> dict[str, Case]:
     return {**CASES, **{f"replicas, {name}": case for name, case in REPLICAS.items()}}
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(("name", "ranks"), [*((name, 4) for name in steps()), *((name, 1) for name in CASES)])
 def test_every_compressed_transfer_of_every_policy_takes_time_and_nothing_else_does(name: str, ranks: int) -> None:
     case = steps()[name]

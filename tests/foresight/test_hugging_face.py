@@ -82,6 +82,7 @@ def written(folder: Path, config: object) -> str:
     return str(path)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("name", MODELS)
 def test_models_are_fed(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("transformers")

@@ -85,6 +85,7 @@ def test_fewer_rows_hold_what_as_many_microbatches_do(options: dict[str, Any]) -
     assert fewer.peak_bytes == pytest.approx(peak, rel=0.02)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("rows", "accumulate", "spec", "cut"),
     [
@@ -104,6 +105,7 @@ HSDP = fs.abstract_mesh((2, 4), ("replica", "data"))
 INT4 = fs.Wire(reduce={"replica": "int4"}, feedback=True)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("rows", [8, 64, 4096])  # few activations, and many
 @pytest.mark.parametrize(("mesh", "wire"), [(MESH, None), (HSDP, None), (HSDP, INT4)])
 def test_each_change_lowers_the_peak_and_those_that_help_do_so_most(rows: int, mesh: Any, wire: Any) -> None:

@@ -82,6 +82,7 @@ def generated(mesh: Any, weights: str, **options: Any) -> list[list[int]]:
     return [row.tolist() for row in found.tokens]
 
 
+@pytest.mark.sample(2)
 @pytest.mark.long
 @pytest.mark.parametrize("weights", ["sharded", "whole"])
 @pytest.mark.parametrize("eos", [None, 6])

@@ -34,6 +34,7 @@ NAMES = [
 ]
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", NAMES)
 def test_a_stage_runs_on_the_cpu_and_says_what_it_left_out(name: str, tmp_path: Path) -> None:
     found = Found(tmp_path / "found.json")

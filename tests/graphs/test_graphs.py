@@ -42,6 +42,7 @@ def differences(name: str, mesh: fs.Mesh, **options: Any) -> list[str]:
 PROGRAMS = sorted(zoo.EXAMPLES | zoo.TRICKY)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.long
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_graphs_give_the_bits_of_units(name: str) -> None:
@@ -77,6 +78,7 @@ RANKS: list[dict[str, Any]] = [
 """Ways to train with graphs on several ranks."""
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("world", "names", "options"),
     [

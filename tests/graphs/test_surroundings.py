@@ -133,6 +133,7 @@ def untouched() -> Iterator[None]:
     SCALED.train()
 
 
+@pytest.mark.sample(3)
 @pytest.mark.long
 @pytest.mark.parametrize("name", sorted(ways()))
 @pytest.mark.usefixtures("untouched")

@@ -158,6 +158,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory, pool: Pools) -> tuple[str, A
     return folder, pool(2).run(fsdp_save, folder, 3)[0]
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("world", "rules"),
     [(world, rules) for world in (1, 2, 3) for rules in RULES if (world, rules) != (3, "rows")],  # 3 divides no rows
@@ -205,6 +206,7 @@ def fsdp_load(folder: str) -> Any:
     return fsdp_full(module, opt)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("rules", RULES)
 @pytest.mark.parametrize("world", [1, 2])
 def test_an_fsdp2_job_reads_what_is_written_here(pool: Pools, tmp_path: Path, world: int, rules: str) -> None:

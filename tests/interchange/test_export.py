@@ -111,6 +111,7 @@ def everywhere(spec: Any, sizes: Any) -> None:
     )
 
 
+@pytest.mark.sample(3)
 @pytest.mark.long
 @pytest.mark.parametrize("sizes", [(1,), (3,), (4,), (2, 2)])
 @pytest.mark.parametrize("spec", [P(), P(flat="shard"), P("shard"), P(None, "shard")], ids=str)

@@ -208,6 +208,7 @@ def trained(compile: str | None) -> dict[str, Any]:
         }
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(("world", "compile"), [(2, None), (4, "fx")])
 def test_training_adapters_equals_one_process(job: Job, world: int, compile: str | None) -> None:
     """One plain process computes with merged weights; autograd takes the gradients of adapters through the merge."""

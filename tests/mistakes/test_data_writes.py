@@ -129,6 +129,7 @@ def on_ranks(units: list[str], reads: bool) -> list[str]:
     return said
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("units", [["layers.*"], []], ids=["in a unit", "outside of units"])
 @pytest.mark.parametrize("reads", [False, True], ids=["traced", "on demand"])
 def test_gathers_are_no_writes(pool: Pools, units: list[str], reads: bool) -> None:

@@ -348,6 +348,7 @@ MISTAKES: list[tuple[str, Callable[[], Any], type[errors.ShardError], str]] = [
 ]
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(("name", "call", "error", "says"), MISTAKES, ids=[row[0] for row in MISTAKES])
 def test_a_mistake_is_told(name: str, call: Callable[[], Any], error: type[errors.ShardError], says: str) -> None:
     with pytest.raises(error) as caught:

@@ -139,6 +139,7 @@ def orders(f: Op, x: Tensor, v: Tensor, u: Tensor, name: str) -> dict[str, tuple
     return out
 
 
+@pytest.mark.sample(3)
 @pytest.mark.long
 @pytest.mark.parametrize("name", OPS)
 def test_every_order_of_derivatives(name: str) -> None:

@@ -34,6 +34,7 @@ def whole(initializer: Initializer, shape: tuple[int, ...], key: int = 5) -> Ten
     return init.fill(initializer, key, shape, range(math.prod(shape))).view(shape)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.long
 @pytest.mark.parametrize("name", EVERY)
 @given(data=st.data())

@@ -126,6 +126,7 @@ def test_transforms_take_calls_in_a_mode() -> None:
     close(grads["blocks"]["0"]["linear"]["weight"].sum(0), there.blocks[0].linear.weight.grad)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.long
 @pytest.mark.parametrize("compile", [None, "fx"])
 @pytest.mark.parametrize("remat", [None, "all"])

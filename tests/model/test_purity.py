@@ -92,6 +92,7 @@ def test_calls_of_many_generated_modules_leave_nothing_behind(seed: int) -> None
         check_steps(seed, how, fs.make_mesh((-1,), ("shard",)))
 
 
+@pytest.mark.sample(2)
 @pytest.mark.long
 @pytest.mark.parametrize("way", WAYS)
 def test_steps_of_generated_modules_see_what_their_units_write(way: str) -> None:
@@ -131,6 +132,7 @@ class Mixture(nn.Module):
         return x.square().mean() + sum(block.aux for block in self.blocks)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.long
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("before", [False, True])
@@ -317,6 +319,7 @@ OUTSIDE: dict[str, Any] = {
 LEVELS = (0.0, 0.5, 0.25, 0.0, 0.75, 0.0, 0.0)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.long
 @pytest.mark.parametrize(("undo", "compiled"), [(True, "fx"), (False, "fx"), (False, None)])
 @pytest.mark.parametrize("write", OUTSIDE)

@@ -87,6 +87,7 @@ def check(kind: type[nn.Module], way: str, units: str) -> None:
             torch.testing.assert_close(leaf, twin.get_parameter(path).detach())
 
 
+@pytest.mark.sample(2)
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("kind", "units", "way"),

@@ -128,6 +128,7 @@ def differs(name: str, mean: bool, seed: int) -> float:
     return difference(got, one.params)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.long
 @pytest.mark.parametrize("name", list(OPTS))
 def test_a_run_that_moves_to_another_mesh_between_updates_is_that_of_one_process(name: str) -> None:

@@ -215,8 +215,7 @@ def test_zero_padding_stays_zero(opt: Optimizer, dtype: torch.dtype) -> None:
 def test_an_optimizer_is_a_value(opt: Optimizer) -> None:
     assert dataclasses.replace(opt) == opt  # type: ignore[type-var]
     assert hash(dataclasses.replace(opt)) == hash(opt)  # type: ignore[type-var]
-    names = {"adamw": adamw, "lion": lion, "sgd": sgd, "warmup_cosine": warmup_cosine}
-    assert eval(repr(opt), names) == opt
+    assert eval(repr(opt), {**vars(fs.optim), **vars(fs.optim.schedules)}) == opt
     with pytest.raises(dataclasses.FrozenInstanceError):
         opt.lr = 1.0  # type: ignore[misc]
 

@@ -87,6 +87,7 @@ def _rounded(x: Tensor, step: int, what: str, path: str) -> Tensor:
     return torch.where(share + (draw * 65536).floor() / 65536 >= 1, up, down).bfloat16()
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", ["sgd", "adamw"])
 def test_values_do_not_depend_on_the_mesh(pool: Pools, name: str) -> None:
     expected = plain(name)
@@ -108,6 +109,7 @@ def in_memories(name: str, kinds: list[str]) -> list[list[dict[str, Tensor]]]:
     return [trained(name, spec, kind) for kind in kinds for spec in (P(flat="shard"), P())]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [pytest.param("sgd", marks=pytest.mark.slow), "adamw"])
 def test_values_do_not_depend_on_where_things_lie(pool: Pools, name: str) -> None:
     """Parameters or state in host memory, updated on either side: the bits of one plain process."""

@@ -39,6 +39,7 @@ def test_the_references_train() -> None:
         assert len(moved) >= 6, name
 
 
+@pytest.mark.sample(3)
 @pytest.mark.long
 @pytest.mark.parametrize("name", optims.ONE_AXIS)
 def test_one_rank_equals_plain_pytorch(name: str) -> None:
@@ -51,6 +52,7 @@ ELEMENTWISE = [name for name in optims.ONE_AXIS if hasattr(torch.optim, name)]
 OTHERS = [name for name in optims.ONE_AXIS if name not in ELEMENTWISE]
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("world", "names"),
     [
@@ -84,6 +86,7 @@ def test_optimizers_over_replicas_equal_plain_pytorch(job: Job) -> None:
 COMMUNICATION = ("all_gather", "reduce_scatter", "replica_reduce", "update_gather")
 
 
+@pytest.mark.sample(3)
 @pytest.mark.long
 @pytest.mark.parametrize("name", CASES)
 def test_no_optimizer_adds_communication(name: str) -> None:

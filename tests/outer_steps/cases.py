@@ -10,7 +10,7 @@ from torch import Tensor
 import fshard as fs
 from fshard import P
 from fshard.outer_steps.outer_step import OuterStep
-from fshard.sharding.wire import LARGEST, WireFormat
+from fshard.sharding.wire import SCALED, WireFormat
 from tests.training.wire_cases import Tree, batch, loss_fn, start, through
 
 STEPS, BLOCK = 7, 256
@@ -172,7 +172,7 @@ class Replica:
 
 def plain(case: Case, steps: int = STEPS) -> tuple[list[list[float]], list[Flat], Flat]:
     """Losses and parameters of each replica, and the anchor."""
-    form = None if case.wire is None else WireFormat(case.wire, BLOCK if case.wire in LARGEST else 1)
+    form = None if case.wire is None else WireFormat(case.wire, BLOCK if case.wire in SCALED else 1)
     replicas = [Replica(case, number) for number in range(case.sizes[0])]
     anchor = {path: leaf.clone() for path, leaf in flat_of(start()).items()}
     momentum: Flat = {path: torch.zeros_like(leaf) for path, leaf in anchor.items()}

@@ -71,6 +71,7 @@ def go(way: str, before: dict[str, Any], after: dict[str, Any] | None, steps: in
     return numbers
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize(
     ("before", "after", "steps", "free"),

@@ -40,6 +40,7 @@ def compare(case: Case, found: list[tuple[list[float], Flat, Flat]]) -> None:
             assert torch.equal(shared[path], found[0][2][path])
 
 
+@pytest.mark.sample(3)
 @pytest.mark.long
 @pytest.mark.parametrize("name", CASES)
 def test_training_equals_diloco_in_one_process(name: str) -> None:

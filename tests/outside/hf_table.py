@@ -1,4 +1,4 @@
-"""Which models of Hugging Face's work: trains each on ranks of this machine and writes the table of docs/models.md.
+"""Which models of Hugging Face's work: trains each on ranks of this machine and writes a table of README.md.
 
 python -m tests.outside.hf_table            # all of them, on two ranks
 python -m tests.outside.hf_table Llama T5   # some, printed only
@@ -15,7 +15,7 @@ from tests.outside.hf_models import CASES
 from tests.outside.hf_runs import Outcome, run
 from tests.shared.workers import Pool, WorkerError
 
-PAGE = Path(__file__).parents[2] / "docs" / "models.md"
+PAGE = Path(__file__).parent / "README.md"
 BEGIN, END = "<!-- begin: python -m tests.outside.hf_table -->", "<!-- end -->"
 HEAD = """\
 | model | class in transformers | units | eager | largest difference of a loss, of a parameter | `compile="fx"` |

@@ -1,4 +1,4 @@
-"""Trains every model from outside in several ways, and writes the second table of docs/models.md.
+"""Trains every model from outside in several ways, and writes the second table of README.md.
 
 python -m tests.outside.table           # all of them, on two ranks
 python -m tests.outside.table S4D DETR  # some, printed only

@@ -1,4 +1,4 @@
-"""Models of Hugging Face transformers train sharded as in one process, and ``docs/models.md`` says so of each."""
+"""Models of Hugging Face transformers train sharded as in one process, and ``README.md`` says so of each."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Models from outside train as in one plain process, in several ways, and ``docs/models.md`` says so of each."""
+"""Models from outside train as in one plain process, in several ways, and ``README.md`` says so of each."""
 
 import re
 

@@ -60,6 +60,7 @@ def _far(way: str, got: Any, want: Any) -> list[str]:
     return [f"{way}: {path} is off by {gap}" for path, gap, size in gaps if not gap <= 1e-5 * max(1, size)]
 
 
+@pytest.mark.sample(2)
 @pytest.mark.long
 @pytest.mark.parametrize("case", [TENSOR, pytest.param(EXPERT, marks=pytest.mark.slow), CONTEXT], ids=kind)
 def test_transforms_give_the_derivatives_of_one_process(case: Case) -> None:
@@ -80,6 +81,7 @@ def rounded_step(case: Case) -> tuple[float, dict[str, Tensor]]:
         return float(metrics.loss), {path: leaf - after[path] for path, leaf in tree.paths(start)}
 
 
+@pytest.mark.sample(2)
 @pytest.mark.long
 @pytest.mark.parametrize("case", [EXPERT, CONTEXT], ids=kind)
 def test_compressed_transfers_give_the_gradient_at_rounded_weights(case: Case) -> None:
@@ -131,6 +133,7 @@ def evaluated(case: Case, compute: torch.dtype | None) -> tuple[float, float]:
         return float(value), metrics.loss.item()
 
 
+@pytest.mark.sample(3)
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("case", "compute"), [(TENSOR, None), (EXPERT, torch.bfloat16), (CONTEXT, torch.bfloat16)], ids=["eval", "ep", "cp"]

@@ -46,6 +46,7 @@ def name(case: Case) -> str:
     return "-".join([case.kind, *map(str, case.sizes)])
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("case", FOUR, ids=name)
 def test_training_equals_one_process(job: Job, case: Case) -> None:
     assert not differences(case, [PLAIN], job(4).run(train, case, [PLAIN]))
@@ -71,6 +72,7 @@ def test_training_in_bfloat16_equals_the_same_casts_in_one_process(pool: Pools, 
         assert run.losses == pytest.approx(want, abs=0.05 if case.moe else 0.01)
 
 
+@pytest.mark.slow
 @pytest.mark.long
 @pytest.mark.parametrize("case", [EIGHT[0], pytest.param(EIGHT[2], marks=pytest.mark.slow)], ids=name)
 def test_three_axes_equal_one_process(case: Case) -> None:

@@ -59,6 +59,7 @@ RIGHT: dict[str, Callable[[Any, Any, fs.Plan], Any]] = {
 }
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("name", RIGHT)
 def test_what_is_right_is_equal_on_every_mesh(name: str) -> None:
     alone, *others = [stepped(size, RIGHT[name]) for size in (1, 2, 4)]

@@ -108,6 +108,7 @@ FLAGS: list[dict[str, Any]] = [
 ]  # fmt: skip
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("start", range(4))
 @pytest.mark.filterwarnings("ignore:.*run one by one", "ignore:.*left their schedule")

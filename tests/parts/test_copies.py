@@ -97,6 +97,7 @@ class Programs:
 WAYS = ("gradients", "read_at_once", "parameters", "alone")
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("way", WAYS)
 def test_noise_of_a_rank_is_refused_where_copies_are(way: str) -> None:
     """The leaf and the remedy are named; noise by key keeps copies equal; without noise nothing is refused."""

@@ -141,6 +141,7 @@ def test_derivatives_in_a_step_function_are_those_of_plain_pytorch(program: Any)
     assert far(steps_on(fs.virtual_mesh((2,), ("data",)), program)[0], plainly(program)) < TOLERANCE
 
 
+@pytest.mark.sample(3)
 @pytest.mark.long
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: "-".join(kind.__name__ for kind in program))
@@ -154,6 +155,7 @@ def on_rank(programs: Any) -> list[float]:
         return [far(steps_on(mesh, program)[0], plainly(program)) for program in programs]
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 def test_derivatives_in_a_step_function_on_processes(pool: Pools) -> None:
     for found in pool(2).run(on_rank, [(by_jvp,), (of_slope, by_grad)]):

@@ -7,6 +7,7 @@ from tests.parts.examples import CASES, OPTIMIZERS, parity
 from tests.shared.workers import Pools
 
 
+@pytest.mark.sample(3)
 @pytest.mark.long
 @pytest.mark.parametrize("number", range(len(CASES)))
 def test_a_step_on_played_ranks_equals_plain_pytorch(number: int) -> None:

@@ -12,6 +12,7 @@ from tests.parts.plain import FUNCTIONS, Parts, Plain, PlainState, close, local,
 OPTIMIZERS = {"adamw": fs.optim.adamw(1e-2, weight_decay=0.0), "sgd": fs.optim.sgd(0.05, momentum=0.9)}
 
 
+@pytest.mark.sample(3)
 @pytest.mark.long
 @pytest.mark.parametrize("opt", OPTIMIZERS)
 @pytest.mark.parametrize("name", FUNCTIONS)

@@ -85,6 +85,7 @@ def chosen(name: str, schedule: Any, steps: int) -> tuple[list[Any], str, bool]:
         return out, str(found.choice), kept and found.schedule == run.schedule
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("schedule", ["auto", AUTO], ids=str)
 @pytest.mark.parametrize("name", ["evaluation", "gradients", "parts"])
 def test_all_ranks_choose_alike(pool: Pools, name: str, schedule: Any) -> None:
@@ -105,6 +106,7 @@ def test_debug_of_a_step_is_that_of_its_parts(debug: bool) -> None:
     assert [prepared.actions.poison for prepared in replay.step.passes] == [debug, debug]
 
 
+@pytest.mark.sample(2)
 @pytest.mark.long
 @pytest.mark.parametrize("name", ["gpt", "unet", "translator", "skipping"])
 def test_evaluations_in_graphs_keep_their_bits(name: str) -> None:

@@ -44,6 +44,7 @@ def of_parts(way: str, opt: Any, plan: fs.Plan, **options: Any) -> Any:
     return fn if way == "parts" else fs.make_step(fn, plan)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.filterwarnings("ignore:.*run one by one")
 @pytest.mark.parametrize("world", [1, 2])
 @pytest.mark.parametrize("spec", ["sharded", "ZeRO-1"])

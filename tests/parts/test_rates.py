@@ -58,6 +58,7 @@ def check(name: str) -> None:
             assert torch.allclose(got, leaf, rtol=1e-12, atol=1e-12), way
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", OPTS)
 def test_a_rate_that_is_given_counts_on_one_rank(name: str) -> None:
     check(name)
@@ -68,6 +69,7 @@ def test_a_rate_that_is_given_counts_on_ranks(pool: Pools) -> None:
     pool(2).run(check, "adamw")
 
 
+@pytest.mark.sample(3)
 @pytest.mark.long
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("lr", [float("nan"), -0.1, "fast"])

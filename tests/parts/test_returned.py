@@ -92,6 +92,7 @@ def case(face: str, world: int, values: Any, x: Tensor = ROWS) -> tuple[list[Any
     return [found for found, _ in results], [params for _, params in results]
 
 
+@pytest.mark.sample(3)
 @pytest.mark.filterwarnings("ignore:.*run one by one")
 @pytest.mark.parametrize("world", [1, 2, pytest.param(4, marks=pytest.mark.long)])
 @pytest.mark.parametrize("face", FACES)

@@ -85,6 +85,7 @@ def trained(name: str, spec: Any) -> list[list[float]]:
         return found
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("spec", [fs.fsdp("shard"), fs.P()], ids=["sharded", "replicated"])
 @pytest.mark.parametrize("name", STEPS)
 @pytest.mark.parametrize("world", [1, 2])

@@ -83,6 +83,7 @@ def derivatives(f: Callable[[Tensor], Tensor]) -> dict[str, Callable[[], Tensor]
     }
 
 
+@pytest.mark.sample(3)
 @pytest.mark.long
 @pytest.mark.parametrize("seed", range(4, 10))
 def test_generated_functions(seed: int) -> None:

@@ -21,6 +21,7 @@ from tests.training.test_parity import FEW, SHORT, train
 FOUR = fs.virtual_mesh((4,), ("shard",))
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("name", "sizes", "exact"),
     [

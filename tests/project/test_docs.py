@@ -12,7 +12,8 @@ import torch
 from fshard import errors
 
 ROOT = Path(__file__).parents[2]
-PAGES = (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md")))
+FOLDERS = (ROOT / "docs").glob("*.md"), (ROOT / "tests").rglob("*.md")
+PAGES = (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *[page for pages in FOLDERS for page in sorted(pages)])
 BLOCK = re.compile(r"^```([^\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 
@@ -151,6 +152,7 @@ def test_optimizers(capsys: pytest.CaptureFixture[str]) -> None:
 PLAIN = ("from-fsdp2.md", "from-jax.md", "gpus.md", "meshes.md", "precision.md", "reliability.md", "slow-links.md")
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("name", PLAIN)
 def test_pages_that_need_nothing(name: str) -> None:
     torch.manual_seed(0)
@@ -163,7 +165,7 @@ def test_contributing(capsys: pytest.CaptureFixture[str]) -> None:
     assert "exposed" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
 def test_links_lead_somewhere(page: Path) -> None:
     links = [link for link in LINK.findall(page.read_text()) if "://" not in link]
     missing = [link for link in links if not _leads(page, link)]

@@ -17,10 +17,11 @@ import pytest
 import torch
 
 import fshard
-from tests.project.test_docs import blocks
+from tests.project.test_docs import LINK, PAGES, blocks
 from tests.project.test_public_names import public_names
 
 ROOT = Path(__file__).parents[2]
+FRONT = ROOT / "docs" / "index.md"
 ENTRY = re.compile(r"^\.\. auto(\w+):: fshard\.([\w.]+)", re.MULTILINE)
 TOCTREE = re.compile(r"^```\{toctree\}\n(.*?)^```$|^\.\. toctree::\n(.*?)(?=^\S|\Z)", re.MULTILINE | re.DOTALL)
 
@@ -51,16 +52,30 @@ def listed(page: Path) -> set[Path]:
     return found
 
 
-def test_every_page_is_in_a_toctree() -> None:
-    pages = {*ROOT.glob("*.md"), *(ROOT / "benchmarks").glob("*.md"), *(ROOT / "docs").rglob("*.md")}
-    pages |= {*(ROOT / "docs" / "api").glob("*.rst"), *(ROOT / "examples").rglob("*.ipynb")}
-    pages |= {*(ROOT / "examples").glob("*.py"), *(ROOT / "examples").glob("*.md")}
-    front, reached, seen = ROOT / "docs" / "index.md", set(), [ROOT / "docs" / "index.md"]
+def reached() -> set[Path]:
+    """The pages that toctrees lead to, from the front page on."""
+    found, seen = set[Path](), [FRONT]
     while seen:
         page = seen.pop()
-        reached.add(page)
-        seen += listed(page) - reached if page.suffix in (".md", ".rst") else []
-    assert not sorted(str(page.relative_to(ROOT)) for page in pages - reached), f"not in a toctree from {front.name}"
+        found.add(page)
+        seen += listed(page) - found if page.suffix in (".md", ".rst") else []
+    return found
+
+
+def test_every_page_is_in_a_toctree() -> None:
+    pages = {*ROOT.glob("*.md"), *(ROOT / "benchmarks").glob("*.md"), *(ROOT / "docs").rglob("*.md")}
+    pages |= {*(ROOT / "tests").rglob("*.md")}
+    pages |= {*(ROOT / "docs" / "api").glob("*.rst"), *(ROOT / "examples").rglob("*.ipynb")}
+    pages |= {*(ROOT / "examples").glob("*.py"), *(ROOT / "examples").glob("*.md")}
+    assert not sorted(str(page.relative_to(ROOT)) for page in pages - reached()), f"not in a toctree from {FRONT.name}"
+
+
+def test_links_to_sources_of_pages_lead_to_pages() -> None:
+    pages = reached()
+    for page in PAGES:
+        links = [link.partition("#")[0] for link in LINK.findall(page.read_text()) if "://" not in link]
+        targets = {(page.parent / link).resolve() for link in links if link.endswith((".md", ".rst", ".ipynb", ".py"))}
+        assert not [str(target.relative_to(ROOT)) for target in targets - pages], f"{page.name}: not on the site"
 
 
 def test_every_public_name_has_one_entry() -> None:

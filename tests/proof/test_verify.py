@@ -102,6 +102,7 @@ def right(sizes: tuple[int, ...], options: dict[str, Any]) -> list[str]:
         return said
 
 
+@pytest.mark.sample(2)
 @pytest.mark.long
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n in QUICK else pytest.mark.slow) for n in RIGHT])
 def test_a_step_that_is_right(name: str) -> None:

@@ -168,10 +168,20 @@ ITS_OWN = {
     "collectives of every kind": tuple(f"event: {how} <" for how in ("exchange", "permute", "ragged", "scatter_sum")),
 }
 """The events and waits that only these have. The slow tests try the others, too."""
-ALIKE = ("flat, default", "bfloat16", "parts", "opt axes, whole gradients", "exports", "feedback", *ITS_OWN)
+SLOW = (
+    "flat, default",
+    "bfloat16",
+    "parts",
+    "opt axes, whole gradients",
+    "exports",
+    "feedback",
+    "hsdp, far ahead",
+    *ITS_OWN,
+)
 """Cases that the slow tests try: the others have most of their events too."""
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("name", shared_out(NAMES, 3))
 def test_nothing_races(name: str) -> None:
     races, sites = raced(CASES[name])
@@ -197,13 +207,14 @@ def events(name: str, device: str) -> dict[str, bool]:
 
 
 @pytest.mark.parametrize(
-    "name", [*(pytest.param(n, marks=pytest.mark.slow if n in ALIKE else pytest.mark.long) for n in TRIED)]
+    "name", [*(pytest.param(n, marks=pytest.mark.slow if n in SLOW else pytest.mark.long) for n in TRIED)]
 )
 def test_every_event_is_needed(name: str) -> None:
     assert len(sites_of(name)) >= TRIED[name], sites_of(name)
     assert needless(name) == []
 
 
+@pytest.mark.sample(3)
 @pytest.mark.long
 @pytest.mark.parametrize("name", ITS_OWN)
 def test_events_of_formats_and_of_replicas_are_needed(name: str) -> None:

@@ -138,6 +138,7 @@ def shared_out(names: Iterable[str], which: int) -> list[Any]:
     return [pytest.param(name, marks=pytest.mark.slow if beside.get(name) else pytest.mark.long) for name in names]
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("name", shared_out(CASES, 0))
 def test_results_do_not_depend_on_when_data_move(name: str) -> None:
     case = CASES[name]

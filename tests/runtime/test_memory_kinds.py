@@ -154,6 +154,7 @@ def some(position: int, many: int) -> list[str]:
     return [HERE[(position + number) % len(HERE)] for number in range(many)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("many", [1, pytest.param(3, marks=pytest.mark.slow)])
 @pytest.mark.filterwarnings("ignore:.*left their schedule")
 def test_where_things_lie_changes_no_bit(pool: Pools, many: int) -> None:

@@ -126,6 +126,7 @@ ONCE_MORE = ("rows",)
 """Cases that are measured on one and on four ranks by default."""
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("name", "world"),
     [

@@ -106,6 +106,7 @@ def agrees(found: tuple[int, int]) -> bool:
 EITHER = [(name, update) for name in OPTIMIZERS for update in ("deferred", "in_backward")]
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(("name", "update"), [pair for pair in EITHER if pair != ("every", "in_backward")])
 def test_what_an_optimizer_makes_for_itself_counts(name: str, update: str) -> None:
     torch._C._set_mkldnn_enabled(False)  # on some processors, its products in bfloat16 take more

@@ -307,6 +307,7 @@ def check(job: Job, name: str, world: int, configs: Sequence[Config]) -> None:
     assert not problems, "\n".join(problems)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.filterwarnings("ignore:.*left their schedule")
 @pytest.mark.parametrize(("number", "name"), [*enumerate(CASES)])
 def test_values_are_those_of_one_process(job: Job, number: int, name: str) -> None:

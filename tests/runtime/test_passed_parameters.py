@@ -72,6 +72,7 @@ def check(ask: bool, way: str) -> None:
         torch.testing.assert_close(leaf, expected[path].detach())
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("ask", [False, True], ids=["traced", "on demand"])
 def test_parameters_of_others_are_arguments_like_any(ask: bool, way: str, pool: Pools) -> None:

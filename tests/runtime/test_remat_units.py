@@ -56,6 +56,7 @@ KEPT = [
 ]
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(("name", "which", "compile"), KEPT)
 def test_remat_keeps_every_bit(name: str, which: str, compile: str | None) -> None:
     mesh = fs.make_mesh((1,), ("shard",))
@@ -71,6 +72,7 @@ EITHER = [
 """Each other program in one of two ways in the default suite, and in the other among the slow tests."""
 
 
+@pytest.mark.sample(3)
 @pytest.mark.long
 @pytest.mark.parametrize(("name", "compile"), EITHER)
 def test_remat_keeps_every_bit_of_any_program(name: str, compile: str | None) -> None:

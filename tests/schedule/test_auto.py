@@ -37,6 +37,7 @@ SLOW, FAST = Rates(1e9, BYTES / 8), Rates(1e9, BYTES * 1e3)
 """Links on which a gather takes four seconds, and next to nothing."""
 
 
+@pytest.mark.sample(3)
 @pytest.mark.long
 @pytest.mark.parametrize(("rates", "accumulate"), [(SLOW, 3), (FAST, 1)], ids=str)
 @pytest.mark.parametrize("spare", [1.0, 1.1, 1.3, 2.0, math.inf])

@@ -73,6 +73,7 @@ def test_any_program_leads_to_the_rule_and_passes_check(recipe: Any) -> None:
     assert valid(schedule)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("policy", POLICIES, ids=str)
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("accumulate", [1, 3])

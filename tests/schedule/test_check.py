@@ -71,6 +71,7 @@ def test_no_op_can_be_left_out(case: str, policy: Policy, accumulate: int, train
         assert not passes(with_ops(schedule, [*schedule.ops[:i], *schedule.ops[i + 1 :]])), schedule[i]
 
 
+@pytest.mark.sample(3)
 @pytest.mark.long
 @pytest.mark.parametrize(("case", "policy", "accumulate", "train"), SUBJECTS)
 def test_edits_pass_only_if_still_valid(case: str, policy: Policy, accumulate: int, train: bool) -> None:

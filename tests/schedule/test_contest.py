@@ -45,6 +45,7 @@ def chosen(rates: Rates, accumulate: int = 1, spare: float = math.inf) -> Choice
     return choose(work, fs.Auto(memory=limit), rates)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("rates", RATES)
 @pytest.mark.parametrize(("accumulate", "spare"), [(1, math.inf), (3, math.inf), (1, 1.1), (1, 1.4), (3, 2.0)])
 def test_contenders_differ_fit_together_and_are_worth_it(rates: str, accumulate: int, spare: float) -> None:

@@ -160,6 +160,7 @@ def measured(
         return peak.above, said
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("policy", [fs.Policy(), fs.Policy(0, 1), fs.Policy(reshard=False)], ids=str)
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_a_step_holds_what_was_said(pool: Pools, policy: fs.Policy, accumulate: int) -> None:

@@ -280,6 +280,7 @@ def test_a_policy_is_chosen_for_several_passes() -> None:
     assert {each.policy.accumulation for each in choice.candidates} == {"sharded", "full"}
 
 
+@pytest.mark.sample(3)
 @pytest.mark.long
 @pytest.mark.parametrize("case", STEPS)
 def test_it_draws(case: str, tmp_path: Any) -> None:

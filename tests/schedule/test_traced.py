@@ -39,6 +39,7 @@ def test_schedule_of_the_gpt_is_the_golden_one(name: str) -> None:
     assert parse(str(schedule)) == schedule
 
 
+@pytest.mark.sample(3)
 @pytest.mark.long
 @pytest.mark.parametrize("name", zoo.EXAMPLES)
 def test_every_rank_traces_the_same_schedule(name: str) -> None:

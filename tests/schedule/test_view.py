@@ -36,6 +36,7 @@ def schedule(request: pytest.FixtureRequest) -> Schedule:
     return SCHEDULES[request.param]
 
 
+@pytest.mark.sample(3)
 def test_it_draws(schedule: Schedule, tmp_path: Any) -> None:
     figure = timeline(schedule)
     figure.savefig(tmp_path / "step.png", dpi=40)
@@ -68,6 +69,7 @@ def test_exposed_transfers_are_those_without_compute() -> None:
     assert [bar.label for bar in bars(SCHEDULES["default"]) if bar.exposed] == ["root", "root"]
 
 
+@pytest.mark.sample(3)
 @pytest.mark.long
 def test_with_a_simulation_the_axis_is_time(schedule: Schedule, tmp_path: Any) -> None:
     costs = {(op.kind, op.target): 1.0 for op in schedule if op.kind in ("forward", "backward")}

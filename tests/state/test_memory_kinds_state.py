@@ -142,6 +142,7 @@ def test_any_optimizer_may_update_on_either_side(job: Job) -> None:
     assert job(4).run(ruled, optims.TWO_AXES, axes, timeout=110.0) == [[]] * 4
 
 
+@pytest.mark.slow
 @pytest.mark.long
 def test_two_axes_and_eight_bits() -> None:
     mesh = fs.virtual_mesh((2, 2), ("replica", "shard"))
@@ -237,6 +238,7 @@ def traced(kinds: str, policy: fs.Policy, accumulate: int = 1, opt: Any = OPT) -
     return step.trace(torch.zeros(4 * accumulate, 6)).schedule
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("kinds", KINDS)
 def test_schedules_are_text_and_back(kinds: str) -> None:
     for policy in (fs.Policy(), fs.Policy(0, 1, False, "in_backward"), fs.Policy(3, 3)):

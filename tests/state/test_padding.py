@@ -56,6 +56,7 @@ def trained(name: str, restored: bool) -> tuple[float, float]:
     return between_leaves(state), distance
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_padding_stays_zero(name: str) -> None:
     for found in fs.virtual_mesh((2,), ("data",)).run(trained, name, True):

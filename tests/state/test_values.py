@@ -182,6 +182,7 @@ def lineages(donate: bool) -> list[bool]:
         return [both[0] == run(0, False)[0], both[1] == run(1, False)[1], both[0] != both[1]]
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("donate", [True, False])
 @pytest.mark.parametrize("world", [1, 2])
 def test_a_waiting_update_keeps_its_gradients(pool: Pools, world: int, donate: bool) -> None:

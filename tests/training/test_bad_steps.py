@@ -248,6 +248,7 @@ def _disturb(pool: Pools, world: int, name: str, at: int, steps: int = 3) -> lis
     return [raised for raised, *_ in got]
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("at", [0, 2])
 @pytest.mark.parametrize("name", ["loss fails at first", "loss fails at middle", "loss fails at backward"])
 def test_an_exception_on_one_rank_reaches_all(pool: Pools, name: str, at: int) -> None:
@@ -284,6 +285,7 @@ def test_a_mean_whose_count_comes_after_the_update(pool: Pools, world: int) -> N
     alike(raised, "ShardError", ("fs.Mean", "in_backward", "deferred"))
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("world", [1, 2])
 @pytest.mark.parametrize("name", BAD_LOSSES)
 def test_a_loss_or_unit_that_no_step_can_take(pool: Pools, name: str, world: int) -> None:

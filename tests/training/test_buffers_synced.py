@@ -52,6 +52,7 @@ def trained(accumulate: int) -> tuple[list[float], dict[str, Tensor]]:
         return losses, dict(tree.paths(buffers))
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("world", [2, 4])
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_statistics_equal_those_of_one_process(pool: Pools, world: int, accumulate: int) -> None:

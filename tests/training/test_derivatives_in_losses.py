@@ -45,6 +45,7 @@ def _penalty(f: Callable[[Tensor], Tensor], x: Tensor, v: Tensor, forward: bool)
     return slope.square()
 
 
+@pytest.mark.sample(3)
 @pytest.mark.long
 @pytest.mark.parametrize("compile", [None, "fx"])
 @pytest.mark.parametrize("units", [(), ("0",)], ids=["code outside of units", "a unit"])

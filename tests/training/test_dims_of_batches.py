@@ -60,6 +60,7 @@ def tried(call: Callable[[], Any]) -> str:
         return str(error)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize("world", [2, 3])
 def test_uneven_parts_along_a_later_dim(world: int, weighted: bool) -> None:

@@ -44,6 +44,7 @@ def told(layer: str, units: tuple[str, ...], train: bool = False, reads: bool = 
     return [str(one.message) for one in found if "masks" in str(one.message)]
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("reads", [False, True], ids=["traced", "on demand"])
 @pytest.mark.parametrize("units", [("1",), ()], ids=["in a unit", "outside of units"])
 @pytest.mark.parametrize("layer", LAYERS)

@@ -59,6 +59,7 @@ def plain(name: str, mean: bool) -> tuple[dict[str, Tensor], list[float], list[f
     return {path: leaf.detach() for path, leaf in leaves.items()}, losses, norms
 
 
+@pytest.mark.sample(3)
 @pytest.mark.long
 @pytest.mark.parametrize("name", list(OPTS))
 @pytest.mark.parametrize("kind", ["plain mean", "Mean", "scaled", "early"])

@@ -89,6 +89,7 @@ def run(name: str, folder: str) -> tuple[list[float], dict[str, Tensor], dict[st
         return losses, dict(tree.paths(fs.unshard(state.params, plan))), counts, same
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[pytest.mark.slow] * (name in ("around", "nadam"))) for name in OPTIMIZERS]
 )

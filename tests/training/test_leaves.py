@@ -22,6 +22,7 @@ RUNS = [
 ]
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(("name", "world"), RUNS)
 def test_training_equals_one_process(pool: Pools, world: int, name: str) -> None:
     row = ROWS_OF_LEAVES[name]

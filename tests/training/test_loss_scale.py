@@ -118,6 +118,7 @@ def plain(case: Case, world: int) -> dict[str, Any]:
     return out | {"params": kept}
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", CASES)
 def test_training_equals_the_same_casts_in_one_process(pool: Pools, world: int, name: str) -> None:

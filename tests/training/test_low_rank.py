@@ -96,6 +96,7 @@ def nest(leaves: dict[str, Tensor]) -> Tree:
     return out
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("spec", "sizes"), [("whole", (2, 1)), ("flat", (2, 2)), ("rows", (2, 2)), ("whole", (3, 1)),
                         ("optimizer apart", (2, 2)), ("flat", (1, 2))], ids=str)  # fmt: skip

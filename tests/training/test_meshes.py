@@ -125,6 +125,7 @@ def some(position: int) -> list[Config]:
     return [CONFIGS[position % len(CONFIGS)]]
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("rules", EVERYWHERE)
 def test_two_axes_equal_one_process(pool: Pools, rules: str) -> None:
     check(pool, 4, "gpt", EVERYWHERE[rules], HSDP, some(list(EVERYWHERE).index(rules)))

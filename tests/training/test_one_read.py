@@ -54,6 +54,7 @@ def counted(options: dict[str, Any]) -> tuple[int, int, dict[str, float]]:
         return reads.count, len(sent), {name: value.item() for name, value in metrics.aux.items()}
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("world", [1, 2])
 @pytest.mark.parametrize(
     "options",

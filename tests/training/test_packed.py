@@ -99,6 +99,7 @@ def same(one: Tree, other: Tree) -> bool:
 RUNS = [(text, world) for text in FORMATS for world in (1, 2, 3, 4) if world in (1, 3) or text in ("nf4/64", "int8/64")]
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(("text", "world"), RUNS)
 def test_training_equals_plain_pytorch_with_rounded_weights(text: str, world: int) -> None:
     """Bit for bit: what units read, and what the other leaves learn."""
@@ -119,6 +120,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("name", VARIANTS)
 def test_with_other_features_it_equals_rounded_weights_that_are_not_packed(name: str) -> None:
     more, mesh = VARIANTS[name], fs.virtual_mesh((2,), ("data",))

@@ -73,6 +73,7 @@ def test_the_rows_have_every_pair_of_options() -> None:
     assert len(PAIRWISE) < 75
 
 
+@pytest.mark.sample(3)
 @pytest.mark.filterwarnings("ignore:.*left their schedule")
 @pytest.mark.parametrize("row", PAIRWISE, ids=lambda row: f"{row['name']}-{row['world']}")
 def test_every_pair_of_options_equals_one_process(job: Job, row: pairwise.Row) -> None:

@@ -155,6 +155,7 @@ def test_clipping_bites(name: str) -> None:
     assert max(_expected(name, "sgd", True, FEWER).norms) > example.clip
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[pytest.mark.slow] * (at % 2)) for at, name in enumerate(PROGRAMS)]
 )

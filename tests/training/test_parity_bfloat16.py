@@ -87,6 +87,7 @@ RUNS = [
 ]
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(("name", "world", "words"), RUNS)
 def test_training_in_bfloat16_equals_one_process(pool: Pools, name: str, world: int, words: list[str]) -> None:
     """On two virtual ranks, or on four processes."""
@@ -99,6 +100,7 @@ def test_training_in_bfloat16_equals_one_process(pool: Pools, name: str, world: 
         assert not problems, "\n".join(problems)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.long
 @pytest.mark.parametrize("name", sorted(zoo.EXAMPLES))
 def test_rounding_shows(name: str) -> None:

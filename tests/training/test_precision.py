@@ -150,12 +150,14 @@ def plain(case: Case, world: int) -> tuple[list[float], dict[str, Tensor]]:
     return losses, kept
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("world", [1, pytest.param(2, marks=pytest.mark.slow), 4])
 @pytest.mark.parametrize("name", CASES)
 def test_training_equals_the_same_casts_in_one_process(job: Job, world: int, name: str) -> None:
     compare(job, world, CASES[name])
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("world", [pytest.param(2, marks=pytest.mark.slow), 4])
 @pytest.mark.parametrize("name", MESHES)
 def test_it_does_on_meshes_of_several_axes(job: Job, world: int, name: str) -> None:

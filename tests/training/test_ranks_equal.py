@@ -142,6 +142,7 @@ def check(got: list[tuple[str, bool]], who: int, wanted: tuple[str, ...]) -> Non
     assert f"rank{'s' * (len(others) > 1)} {', '.join(map(str, others))}: " in text, text
 
 
+@pytest.mark.sample(3)
 @pytest.mark.long
 @pytest.mark.parametrize("name", CHANGES)
 def test_what_differs_on_any_rank_is_named_on_all(name: str) -> None:

@@ -116,6 +116,7 @@ def clip_by_rule(module: nn.Module) -> None:
     nn.utils.clip_grad_norm_([leaf for path, leaf in named.items() if path not in first + free], 1.6)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("world", [1, 2, 4])
 @pytest.mark.parametrize("kind", ["every", "every, scaled", "microbatches", "ragged"])
 def test_unequal_parts_are_one_batch(job: Job, world: int, kind: str) -> None:

@@ -54,6 +54,7 @@ def rarely(often: bool) -> list[pytest.MarkDecorator]:
     return [] if often else [pytest.mark.slow]
 
 
+@pytest.mark.sample(3)
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "world"),
@@ -115,6 +116,7 @@ SAME = {
 """Changes that change no bit."""
 
 
+@pytest.mark.sample(2)
 @pytest.mark.long
 @pytest.mark.parametrize("name", SAME)
 @pytest.mark.parametrize(

@@ -163,6 +163,7 @@ def on_rank(name: str) -> list[str]:
         return CASES[name][0](mesh, cases.plan_on(mesh))
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("world", [1, 2])
 @pytest.mark.parametrize("name", CASES)
 def test_it_raises_on_all_ranks(pool: Pools, world: int, name: str) -> None:

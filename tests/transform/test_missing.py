@@ -89,6 +89,7 @@ def rows() -> Any:
     return tuple(torch.randn(8, 6, generator=made, dtype=torch.float64) for _ in range(2))
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("name", OPS)
 def test_a_unit_that_is_computed_again_has_the_derivatives_of_one_that_is_not(name: str) -> None:
     torch.manual_seed(0)

@@ -175,16 +175,16 @@ def _pack_blocks(rows: Tensor, form: WireFormat, payload: Tensor, scales: Tensor
     torch.maximum(scales, torch.amin(rows, 1).neg_(), out=scales)
     scales.mul_(1 / form.largest).clamp_min_(SMALLEST)
     torch.div(rows, scales.unsqueeze(1), out=codes)
-    if form.stochastic and form.name != "fp8_e4m3":
+    if form.stochastic and form.codes.whole:
         codes.add_(noise(rows)).floor_().clamp_(-form.largest, form.largest)
-    if form.name == "fp8_e4m3":
-        payload.view(torch.float8_e4m3fn).copy_(codes.view(-1))
-        return
     if form.name == "nf4":
         _round_to_nf4(codes)
+    if form.codes.dtype.is_floating_point:
+        payload.view(form.codes.dtype).copy_(codes.view(-1))
+        return
     codes.round_()
-    if form.name == "int8":
-        payload.view(torch.int8).copy_(codes.view(-1))
+    if form.codes.bits == 8:
+        payload.view(form.codes.dtype).copy_(codes.view(-1))
     else:  # the first half of a block is in the low bits, the second in the high ones
         low, high = codes.view(-1, 2, form.block // 2).unbind(1)
         low.add_(high, alpha=2 * NIBBLE).add_(NIBBLE + 2 * NIBBLE * NIBBLE)
@@ -236,12 +236,12 @@ def _unpack_blocks(payload: Tensor, scales: Tensor, form: WireFormat, rows: Tens
         numbers = payload.int()
         for half, values in zip(halves.unbind(1), _nf4_tables(rows.device).values, strict=True):
             half.copy_(values.index_select(0, numbers).view(half.shape))
-    elif form.name == "int4":
+    elif form.codes.bits == 4:
         halves[:, 0].copy_(pairs & (2 * NIBBLE - 1))
         halves[:, 1].copy_(pairs >> 4)
         rows.sub_(NIBBLE)
     else:
-        rows.copy_(payload.view(torch.int8 if form.name == "int8" else torch.float8_e4m3fn).view(rows.shape))
+        rows.copy_(payload.view(form.codes.dtype).view(rows.shape))
     rows.mul_(scales.unsqueeze(1))
     if form.rotate:
         rows.copy_(rotated(rows))

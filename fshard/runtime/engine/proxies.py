@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from fshard import tree
-from fshard.errors import foreign_params
+from fshard.errors import UnitError
 from fshard.model.unit import Slot, attach, slot_of
 from fshard.torch_internals import DisableTorchFunctionSubclass
 
@@ -78,3 +78,10 @@ def make_proxy(slot: Slot, like: Tensor, shape: tuple[int, ...]) -> Tensor:
     handle.lies_on = like.device
     attach(handle, Slot(slot.engine, slot.path, slot.casting, slot.shape))
     return handle
+
+
+def foreign_params() -> UnitError:
+    """A program uses parameters that belong to another step."""
+    return UnitError(
+        "the program reads parameters of another step: use params only inside the loss function that receives them"
+    )

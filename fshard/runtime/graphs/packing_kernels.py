@@ -26,7 +26,7 @@ class PackingKernels:
 
     def __call__(self, what: str, form: WireFormat, ranges: int = 1) -> Kernel | None:
         """The kernel that does ``"pack"``, ``"unpack"`` or ``"add"`` for a piece; None where there is none."""
-        if form.name not in ("int8", "int4") or form.rotate or form.stochastic or PIECE % form.block:
+        if not form.codes.whole or form.rotate or form.stochastic or PIECE % form.block:
             return None
         key = what, form.name, form.block, ranges
         if key not in self.made:
@@ -36,8 +36,8 @@ class PackingKernels:
 
 def _compiled(what: str, form: WireFormat, ranges: int) -> Kernel:
     """A kernel that takes the rows of a piece, and codes and scales of packed ranges, and writes to some of them."""
-    blocks, width = PIECE // form.block, form.block if form.name == "int8" else form.block // 2
-    codes = torch.int8 if form.name == "int8" else torch.uint8
+    blocks, width = PIECE // form.block, form.block * form.codes.bits // 8
+    codes = form.codes.dtype
     mode = FakeTensorMode()
     with torch.no_grad(), mode:
         rows = torch.empty((blocks, form.block), dtype=torch.float32, device="cpu")
@@ -67,7 +67,7 @@ def _write(graph: fx.GraphModule, written: Sequence[int]) -> None:
 
 def _functions(what: str, form: WireFormat) -> tuple[Callable[..., tuple[Tensor, ...]], tuple[int, ...]]:
     """Return what a kernel computes of rows, codes and scales, and the numbers of the arguments that it writes."""
-    largest, whole = form.largest, form.name == "int8"
+    largest, whole = form.largest, form.codes.bits == 8
     assert largest is not None
 
     def pack(rows: Tensor, codes: Tensor, scales: Tensor) -> tuple[Tensor, ...]:

@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 
-from fshard.errors import foreign_params
 from fshard.runtime.comm import COLLECTIVES, exchange, refuse_nested
 from fshard.runtime.comm.facts import Facts, digest
 from fshard.runtime.engine.batch import check_detached, check_device, check_even, microbatches
+from fshard.runtime.engine.proxies import foreign_params
 from fshard.runtime.execution import ProgramTrace
 from fshard.runtime.execution.executor import OnDemand, Scheduled, program_of
 from fshard.runtime.execution.observers import observers_of
