@@ -53,11 +53,10 @@ def given_values(config: TrainConfig) -> dict[str, Any]:
 
 def key_table() -> Iterator[tuple[str, str, str, str]]:
     """Every key with its type, its default and a line of help."""
+    kinds, defaults = _types(), flat(TrainConfig())
     for name, each in keys(TrainConfig):
-        default = flat(TrainConfig())[name]
-        kind = _types()[name]
         choices = each.metadata.get("choices")
-        yield name, " | ".join(choices) if choices else kind, value_text(default), each.metadata["help"]
+        yield name, " | ".join(choices or (kinds[name],)), value_text(defaults[name]), each.metadata["help"]
 
 
 def _types() -> dict[str, str]:
@@ -82,9 +81,9 @@ def changed_meaning(before: TrainConfig, now: TrainConfig) -> list[str]:
     """
     free = {name for name, each in keys(TrainConfig) if each.metadata.get("free")} | free_tables()
     told = {"rate.total": lambda config: config.rate.total or config.steps}
-    out = []
+    out, old_values = [], flat(before)
     for name, value in flat(now).items():
-        old = flat(before)[name]
+        old = old_values[name]
         if name in told and now.rate.kind != "constant":
             old, value = told[name](before), told[name](now)
         if old != value and name not in free:
