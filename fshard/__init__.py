@@ -22,6 +22,7 @@ The spec says where, the schedule says when, the runtime does it::
     parts/          the parts of a step: gradients, updates, arithmetic, and steps composed of them
     transform/      losses of shards for torch.func, and tools on them
     foresight/      what a step would hold, send and take on a mesh that need not exist
+    recipe/         fs.train: training from a file, by a script that stands alone
     cli/            the command ``fshard``: checkpoints, plans, the machine
     generation/     sampling with a key-value cache, perplexity, lm-evaluation-harness
     lora/           low-rank adapters beside frozen weights
@@ -83,6 +84,7 @@ if TYPE_CHECKING:
     from fshard.proof.recheck import recheck
     from fshard.proof.verification import VerifyError
     from fshard.proof.verify import verify
+    from fshard.recipe.run_config import train
     from fshard.runtime.engine.stopped import stop_gradient
     from fshard.sharding.local_batch import Rows
     from fshard.tracking.track import track
@@ -102,6 +104,7 @@ _LATER = (
     ("fshard.proof.verification", "VerifyError"),
     ("fshard.proof.recheck", "recheck"),
     ("fshard.proof.verify", "verify"),
+    ("fshard.recipe.run_config", "train"),
     ("fshard.generation.generate", "generate"),
     ("fshard.generation.score", "perplexity"),
     ("fshard.outer_steps.outer_step", "outer"),
@@ -191,6 +194,7 @@ __all__ = [
     "sync_buffers",
     "track",
     "trackers",
+    "train",
     "train_loop",
     "tree",
     "types",

@@ -208,7 +208,13 @@ class NonFiniteError(ShardError, ArithmeticError):
 
 
 class CorruptionError(ShardError, RuntimeError):
-    """A rank computed a step twice, with different results (``fs.recheck``). The state is as it was before."""
+    """A rank computed a step twice, with different results (``fs.recheck``). The state is as it was before.
+
+    >>> import fshard as fs
+    >>> raise fs.errors.CorruptionError("step 100 was computed twice, ...")
+    Traceback (most recent call last):
+    fshard.errors.CorruptionError: step 100 was computed twice, ...
+    """
 
 
 class RematError(ShardError, RuntimeError):

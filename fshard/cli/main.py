@@ -4,7 +4,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from fshard.cli import ckpt, doctor, plan_command, trace_command
+from fshard.cli import ckpt, doctor, plan_command, trace_command, train_command
 from fshard.errors import ShardError
 from fshard.version import VERSION
 
@@ -13,7 +13,10 @@ def parser() -> argparse.ArgumentParser:
     """All commands."""
     root = argparse.ArgumentParser(prog="fshard", description="Tools for fshard's files, and for the machine.")
     root.add_argument("--version", action="version", version=f"fshard {VERSION}")
-    tools = root.add_subparsers(required=True, title="commands", metavar="ckpt|plan|trace|doctor")
+    tools = root.add_subparsers(required=True, title="commands", metavar="train|ckpt|plan|trace|doctor")
+    text = "train from a config, in TOML"
+    ends = "Exit status: 0; 2 if the config cannot be used, or the run failed."
+    train_command.add_arguments(tools.add_parser("train", help=text, description=f"{text.capitalize()}.", epilog=ends))
     text = "list, verify and convert checkpoints"
     ends = "Exit status: 0; 1 if something differs or is damaged; 2 if the command failed."
     ckpt.add_commands(tools.add_parser("ckpt", help=text, description=f"{text.capitalize()}.", epilog=ends))

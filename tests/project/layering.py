@@ -44,7 +44,9 @@ LAYERS = (
     ("proof",),
     ("view",),
     ("foresight",),
+    ("recipe",),
     ("cli",),
+    ("__main__",),
     ("func", "io", "sim", "trackers", "types"),
     ("",),
 )

@@ -1,0 +1,73 @@
+"""``fshard train``: trains from a config, or says what it would do."""
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+from fshard.arguments import size_text
+from fshard.errors import PlanError
+from fshard.foresight.foresee import state_bytes
+from fshard.launching.caller import launch
+from fshard.recipe.config_text import key_table, to_toml
+from fshard.recipe.read_config import ReadConfig, read_config
+from fshard.recipe.run_config import planned, train
+from fshard.recipe.train_script import script_of
+from fshard.writing import write_whole
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add what the command takes; the help ends with every key."""
+    parser.set_defaults(run=run)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.epilog = "\n".join(["keys of a config:", *key_lines_of_help(), "", parser.epilog or ""])
+    parser.add_argument("config", help="a TOML file")
+    parser.add_argument("changes", nargs="*", metavar="key=value", help="in place of what the file says")
+    parser.add_argument("--ranks", type=int, help="start this many processes; without it, it joins those of torchrun")
+    parser.add_argument("--dry-run", action="store_true", help="print the plan and the memory of a rank, and stop")
+    parser.add_argument("--print-config", action="store_true", help="print every key with its value, and stop")
+    parser.add_argument("--emit-script", metavar="FILE", help="write a Python script that does the same, and stop")
+
+
+def key_lines_of_help() -> list[str]:
+    """A line for each key: its name, type and default, and what it is."""
+    return [f"  {name}: {kind}, default {default}\n      {text}" for name, kind, default, text in key_table()]
+
+
+def run(args: argparse.Namespace) -> int:
+    """Train, or do what the options say in place of it."""
+    if args.ranks is not None and args.ranks < 1:
+        raise PlanError(f"--ranks {args.ranks}: give the number of processes, 1 or more")
+    read = read_config(args.config, args.changes)
+    if args.print_config:
+        print(to_toml(read.config), end="")
+    elif args.emit_script:
+        write_whole(Path(args.emit_script), script_of(read.config))
+    elif args.dry_run:
+        print("\n".join(summary(read, args.ranks or 1)))
+    elif args.ranks is None:
+        _train(args.config, args.changes)
+    else:
+        planned(read, args.ranks)  # an error here starts no process
+        launch(_train, args.config, args.changes, ranks=args.ranks)
+    return 0
+
+
+def _train(config: str, changes: Sequence[str]) -> None:
+    """Train on this rank; rank 0 says where the run is."""
+    state = train(config, changes)
+    out = read_config(config, changes).config.out
+    if state.plan.mesh.rank == 0:
+        print(f"trained to step {state.step}" + (f": {out}" if out else ""))
+
+
+def summary(read: ReadConfig, ranks: int) -> list[str]:
+    """The plan, the schedule and the memory of a run on so many ranks."""
+    step, batch = planned(read, ranks)
+    trace = step.trace(batch)
+    peak = trace.footprint.peak_bytes if trace.needs else None
+    return [
+        str(step.plan),
+        f"schedule: {trace.schedule!r}",
+        f"state of a rank: {size_text(state_bytes(step, step.plan))} of parameters and optimizer state",
+        f"step of a rank: {'unknown until it has run' if peak is None else size_text(peak)} more at its peak",
+    ]
