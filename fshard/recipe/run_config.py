@@ -11,7 +11,7 @@ import torch
 from torch.utils.data import default_collate
 
 from fshard import tree
-from fshard.arguments import raised
+from fshard.arguments import Want, expect, raised
 from fshard.checkpoint.checkpointer import Checkpointer
 from fshard.errors import PlanError, ShardError, lines
 from fshard.launch import make_mesh
@@ -53,6 +53,11 @@ def train(config: str | os.PathLike[str] | dict[str, Any] | TrainConfig, changes
 
         state = fs.train("examples/configs/pretrain.toml", ["steps=20", "out=runs/gpt"])
     """
+    wants: list[Want] = [
+        ("config", config, (str, os.PathLike, dict, TrainConfig), "a TOML file, or a dict with its keys"),
+        ("changes", changes, (list, tuple), 'a list, such as ["steps=20"]'),
+    ]
+    expect("train(config, changes)", wants)
     read = read_config(config, changes)
     _check_run(read)
     script = loaded(read)
@@ -132,7 +137,7 @@ def planned(read: ReadConfig, ranks: int) -> tuple[TrainStep, Any]:
     batch = default_collate([rows[i % len(rows)] for i in range(config.batch)])
     batch = plan.local_batch(tree.mapped(lambda x: x.long(), batch))
     if config.objective.kind == "dpo":
-        batch["before"] = torch.zeros(len(batch["tokens"]))
+        batch["before"] = torch.zeros(len(batch["tokens"]), device="cpu")
     with about(read, "model.source"):
         step.trace(batch)
     return step, batch

@@ -57,7 +57,7 @@ def full_batches(count: int, batch: int, most: int | None) -> Sequence[Tensor]:
     """The held-out rows of each batch of an evaluation."""
     if count < batch:
         raise PlanError(f"{count} rows are held out, less than a batch of {batch}: give more data, or held_out = 0")
-    return [torch.arange(begin, begin + batch) for begin in range(0, count - batch + 1, batch)][:most]
+    return [torch.arange(begin, begin + batch, device="cpu") for begin in range(0, count - batch + 1, batch)][:most]
 
 
 class Answers:
@@ -83,7 +83,7 @@ def padded(prompt: Tensor, better: Tensor, worse: Tensor, length: int) -> dict[s
     """A prompt with two answers, (2, length): tokens, and marks of the answers. What is longer is cut at its end."""
     if len(prompt) >= length:
         raise PlanError(f"a prompt has {len(prompt)} tokens, and a row {length}: give more data.length")
-    tokens, marks = torch.zeros(2, 2, length, dtype=torch.int64)
+    tokens, marks = torch.zeros(2, 2, length, dtype=torch.int64, device="cpu")
     for row, answer in enumerate((better, worse)):
         both = torch.cat((prompt, answer))[:length]
         tokens[row, : len(both)], marks[row, len(prompt) : len(both)] = both, 1

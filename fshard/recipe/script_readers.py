@@ -190,4 +190,4 @@ class HuggingFaceTokens:
 
     def __call__(self, text: str, end: bool = False) -> Tensor:
         found = self.tokenizer.encode(text, add_special_tokens=False)
-        return torch.tensor([*found, *self.end * end], dtype=torch.int32)
+        return torch.tensor([*found, *self.end * end], dtype=torch.int32, device="cpu")

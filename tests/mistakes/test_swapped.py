@@ -93,6 +93,7 @@ CALLS: dict[str, Callable[[], tuple[Any, ...]]] = {
     "tree.names": lambda: ({"a": X}, "batch"),
     "tree.paths": lambda: ({"a": X}, "a."),
     "tree.unflatten": lambda: (tree.flatten({"a": X})[1], [X]),
+    "train": lambda: ("run.toml", ["steps=1"]),
     "parallel.grouped_linear": lambda: (X, torch.ones(2, 4, 4), [2, 2]),
     "parallel.combine": lambda: (X, parallel.dispatch(X, parallel.route(X), axis=None)),
     "parallel.dispatch": lambda: (X, parallel.route(X)),
