@@ -94,7 +94,7 @@ def importing(bytecode: str) -> float:
 def command(config: str, flags: Sequence[str]) -> tuple[float, float]:
     """CPU seconds of ``fshard plan``, and the most memory that it took in MiB, in a process of its own."""
     flags = ["--mesh", "128x8", "--link", "ib400", "--inside", "nvlink4", "--json", *flags]
-    started = [sys.executable, "-m", "fshard.cli", "plan", "--hf", config, *flags]
+    started = [sys.executable, "-m", "fshard", "plan", "--hf", config, *flags]
     with subprocess.Popen(started, stdout=subprocess.DEVNULL) as child:
         _, status, used = os.wait4(child.pid, 0)
         child.returncode = os.waitstatus_to_exitcode(status)

@@ -70,7 +70,7 @@ class Composition(Unwatched, ABC):
     versions: list[Version] = field(default_factory=list)
     locals: int = 0
     passes: int = 0
-    complete: set[tuple[str, int]] = field(default_factory=set)
+    complete: set[tuple[str, Any]] = field(default_factory=set)
     read: set[int] = field(default_factory=set)
     over: bool = False
     numbers: dict[tuple[str, Any, int], float] = field(default_factory=dict)

@@ -11,7 +11,6 @@ from fshard.parts.update_metrics import UpdateMetrics
 from fshard.parts.update_part import UpdateOptions, UpdateStep
 from fshard.played.everywhere import made_on_each_rank
 from fshard.runtime.steps.clip import read_clip
-from fshard.runtime.steps.decide import SkipRule
 from fshard.runtime.steps.norm_sets import read_norms
 from fshard.runtime.steps.step_options import SKIPS, late_problems
 from fshard.schedule.policy import Policy
@@ -83,7 +82,6 @@ def make_update(
     if problems := [*late_problems(opt, Policy(), skip_norm, skip, skip_limit)]:
         raise PlanError("; ".join(problems))
     chosen = plan if only is None else plan.only(only)
-    skips = skip_limit if skip_norm is not None or skip is not None else 0
-    rule = SkipRule(skips, skip_norm, loss_scale)
-    options = UpdateOptions(read_clip(clip_norm, chosen), rule, skip, read_norms(norms, chosen), only, donate)
+    clip, asked = read_clip(clip_norm, chosen), read_norms(norms, chosen)
+    options = UpdateOptions(clip, skip_norm, skip, skip_limit, loss_scale, asked, only, donate)
     return UpdateStep(opt, plan, options)

@@ -286,8 +286,8 @@ class Replay(Composition):
     def _rule_norms(self, updated: Updated) -> list[RuleNorms]:
         """The norms of this rank's gradients of an update, with what calls before have carried."""
         part = updated.part
-        if part.every > 1 and ("carried", id(updated)) not in self.complete:
-            self.complete.add(("carried", id(updated)))
+        if part.every > 1 and ("carried", updated) not in self.complete:
+            self.complete.add(("carried", updated))
             self._mark("gradients", updated.grads)
             part.collect(updated.state, updated.grads, self.shards_of(updated.before))
         found: list[RuleNorms] = part.rule_norms(updated.grads)

@@ -12,6 +12,7 @@ from fshard.errors import NonFiniteError, TreeError
 from fshard.optim.around import CARRIED
 from fshard.optim.base import Optimizer, rate
 from fshard.optim.contract import LearningRate
+from fshard.optim.scaling import LossScale
 from fshard.parts.copy_marks import Marks, axes_of_copies
 from fshard.parts.leaf_ages import Ages, ages_of, trained_leaves
 from fshard.parts.step_values import PART, running_of
@@ -25,11 +26,12 @@ from fshard.runtime.steps import refuse_transforms, scalar
 from fshard.runtime.steps.addresses import here, where
 from fshard.runtime.steps.clip import Clip, divisor
 from fshard.runtime.steps.consensus import FAILED, OK, Verdict, exchange_row
-from fshard.runtime.steps.decide import SkipRule, not_finite, skipped_by
+from fshard.runtime.steps.decide import not_finite, skip_rule, skipped_by
 from fshard.runtime.steps.failures import raise_failure
 from fshard.runtime.steps.handshake import Intent, Terms, agree
 from fshard.runtime.steps.norm_sets import watched
 from fshard.runtime.steps.readings import Reading, RuleNorms, answers, squares
+from fshard.runtime.steps.step_options import name_of
 from fshard.sharding.plan import Plan
 from fshard.state.equal import Equal
 from fshard.state.fit import check_optimizer
@@ -45,17 +47,18 @@ class UpdateOptions:
     """Options of ``make_update``."""
 
     clip: Clip
-    rule: SkipRule
-    skip: Callable[[UpdateMetrics], bool] | None = None
+    skip_norm: float | None
+    skip: Callable[[UpdateMetrics], bool] | None
+    skip_limit: int
+    loss_scale: LossScale | None
     norms: tuple[str, ...] | None = None
     only: str | None = None
     donate: bool = True
 
     def told(self) -> dict[str, Any]:
         """The options that must be equal on all ranks."""
-        rule = {"skip_norm": self.rule.largest, "loss_scale": self.rule.loss_scale, "skip_limit": self.rule.limit}
-        skip = None if self.skip is None else getattr(self.skip, "__qualname__", type(self.skip).__qualname__)
-        return {"update": self.only, "clip_norm": self.clip.rules, "skip": skip, "norms": self.norms} | rule
+        kept = {name: getattr(self, name) for name in ("skip_norm", "skip_limit", "loss_scale", "norms")}
+        return {"update": self.only, "clip_norm": self.clip.rules, "skip": name_of(self.skip)} | kept
 
 
 class UpdateStep:
@@ -71,7 +74,7 @@ class UpdateStep:
 
     def __init__(self, opt: Optimizer, plan: Plan, options: UpdateOptions) -> None:
         self.plan, self.only, self.donate = plan, options.only, options.donate
-        self.rule, self.skip = options.rule, options.skip
+        self.rule, self.skip = skip_rule(options), options.skip
         checked, self.chosen = check_optimizer(plan, opt), plan if self.only is None else plan.only(self.only)
         self.updating = Updating(checked, plan, self.chosen, options.clip)
         self.paths = tuple(path for path, leaf in self.chosen.leaves.items() if leaf.trainable)
@@ -172,9 +175,8 @@ class UpdateStep:
 
     def _summed(self, state: TrainState, flat: Flat) -> Sequence[float]:
         """Ask all ranks for the squares of the norms of gradients."""
-        comm, failure, mine = mesh_communicator(self.plan.mesh), None, list[float]()
+        comm, failure, mine, own = mesh_communicator(self.plan.mesh), None, list[float](), list[float]()
         over, marks = axes_of_copies([self.plan]) if comm.size > 1 else [], Marks()
-        own = [0.0] * len(over)
         try:
             if over:
                 marks.note("gradients", flat)

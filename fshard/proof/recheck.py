@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from fshard.arguments import described
-from fshard.errors import CorruptionError, PlanError, lines
+from fshard.errors import CorruptionError, PlanError, ShardError, lines
 from fshard.played.everywhere import made_on_each_rank
 from fshard.runtime.comm import collective_call, exchange, exchange_text, mesh_communicator
 from fshard.runtime.comm.copies import bits
@@ -99,7 +99,7 @@ class RecheckedStep:
             CorruptionError: a rank computed other gradients the second time; on all ranks alike. Nothing is updated.
             Exception: whatever the step raises.
         """
-        if (state.step + 1) % self.every or self.step.latest.schedule is None:
+        if (state.step + 1) % self.every or self.step.latest.schedule is None or not self._traces(batch):
             return self._once(state, batch, options)
         first = self._printed(state, batch, options)[0]
         second, made = self._printed(state, batch, options)
@@ -117,6 +117,14 @@ class RecheckedStep:
             )
         done: tuple[TrainState, Metrics] = made
         return done
+
+    def _traces(self, batch: Any) -> bool:
+        """Tell whether a trace finds the program of a batch; what is wrong with a batch, the step says on all ranks."""
+        try:
+            self.step.trace(batch)
+        except ShardError:
+            return False
+        return True
 
     def _once(self, state: TrainState, batch: Any, options: Any) -> tuple[TrainState, Metrics]:
         made: tuple[TrainState, Metrics] = self.step(state, batch, **options)
@@ -168,7 +176,7 @@ def recheck(step: Any, *, every: int) -> Any:
     Hardware that computes wrong numbers without an error ("silent data corruption", Dixit et al., 2021) makes a run
     worse, and nobody learns of it. Two computations of one step have the same bits on working hardware; where they
     differ, an error names the ranks. A step in ``every`` costs twice its time. What an optimizer computes is not
-    compared.
+    compared. Steps that gather on demand are computed once. A skipped step counts twice for ``skip_limit=``.
 
     Args:
         step: a train step, of ``fs.make_train_step``.

@@ -15,7 +15,7 @@ import torch
 from torch.nn import functional
 import fshard as fs
 """
-"""What scripts themselves may import."""
+"""The modules that scripts themselves may import."""
 
 Definition = tuple[Any, str]
 """A function or class, and the source that it is in."""

@@ -2,7 +2,7 @@
 
 TEMPLATE = '''
 CONFIG = $config
-"""What the config said, for trackers."""
+"""The values of the config, for trackers."""
 
 
 @functools.cache

@@ -35,7 +35,7 @@ from fshard.runtime.steps import (
     widened,
 )
 from fshard.runtime.steps.addresses import where
-from fshard.runtime.steps.decide import SkipRule, finite, not_finite, skipped_by
+from fshard.runtime.steps.decide import finite, not_finite, skip_rule, skipped_by
 from fshard.runtime.steps.norm_sets import watched
 from fshard.sharding.plan import Plan
 from fshard.state.equal import Equal
@@ -91,7 +91,7 @@ class TrainStep(OneFunction):
         watch = watched(options.norms, plan, grads)
         self._decide = Decisions(rule, plan, options.clip, runner.parts, runner.divisor, grads, watch)
         self._equal = Equal(plan, options.told(), opt, always=options.running.debug)
-        self._skip = SkipRule(options.skips, options.skip_norm, options.loss_scale)
+        self._skip = skip_rule(options)
         self._since: Mapping[str, int] = {}
         self._last: PendingUpdate | None = None  # the update that may still read the memory of this step's gradients
         self._late: BaseException | None = None  # a signal that came when the step before was made

@@ -162,7 +162,7 @@ def test_the_console_script_is_the_module(
     assert scripts == {"fshard": "fshard.cli.main:main"}
     monkeypatch.setattr(sys, "argv", ["fshard", "ckpt", "ls", str(run_folder)])
     with pytest.raises(SystemExit) as left:
-        runpy.run_module("fshard.cli", run_name="__main__", alter_sys=True)
+        runpy.run_module("fshard", run_name="__main__", alter_sys=True)
     done = capsys.readouterr()
     assert not left.value.code and done.out.split()[:5] == ["step", "tensors", "files", "bytes", "mesh"]
     assert not done.err

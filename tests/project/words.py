@@ -21,7 +21,7 @@ def shared_file_stems(modules: Modules) -> list[str]:
     """Files whose name is that of another one, whatever room they are in: a stranger asks for a file by its name."""
     found: dict[str, list[str]] = {}
     for module in modules.values():
-        if not module.package and not module.name.endswith(".__main__"):  # a name that Python gives
+        if not module.package:
             found.setdefault(module.name.rpartition(".")[2], []).append(module.file)
     return [", ".join(files) for files in found.values() if len(files) > 1]
 

@@ -120,3 +120,32 @@ def test_what_cannot_be_computed_again_is_refused() -> None:
     for given, every, why in tried:
         with pytest.raises(PlanError, match=why):
             fs.recheck(given, every=every)
+
+
+def test_a_cell_may_recheck_a_virtual_mesh() -> None:
+    mesh = fs.virtual_mesh((2,), ("data",))
+    plan = fs.make_plan({"w": torch.ones(4)}, mesh, [(".*", fs.fsdp("data"))], batch=fs.P("data"))
+    step = fs.make_train_step(lambda p, x: (p["w"] * x).mean(), OPT, plan)
+    checked, state = fs.recheck(step, every=2), fs.init_state(plan, OPT, params={"w": torch.ones(4)})
+    for _ in range(4):
+        state, metrics = checked(state, torch.ones(4, 4))
+    assert state.step == 4 and metrics.loss.isfinite()
+
+
+def test_steps_on_demand_are_computed_once() -> None:
+    mesh = fs.make_mesh((1,), ("data",))
+    plan = fs.make_plan({"w": torch.ones(4)}, mesh, [(".*", fs.fsdp("data"))])
+    calls = []
+
+    def loss(params: Any, x: Tensor) -> Tensor:
+        if x.sum().item() > 0:
+            calls.append(x.shape)
+        return (params["w"] * x).mean()
+
+    step, state = (
+        fs.recheck(fs.make_train_step(loss, OPT, plan), every=1),
+        fs.init_state(plan, OPT, params={"w": torch.ones(4)}),
+    )
+    for rows in (1, 2, 3):
+        state, _ = step(state, torch.ones(rows, 4))
+    assert state.step == 3

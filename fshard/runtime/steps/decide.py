@@ -235,6 +235,12 @@ class SkipRule:
         return [f"{self.count} before it were not finite, and were skipped: skip_limit={self.limit}"] * bool(self.count)
 
 
+def skip_rule(options: Any) -> SkipRule:
+    """The rule of ``skip_norm=``, ``skip=``, ``skip_limit=`` and ``loss_scale=``, which these options have."""
+    asked = options.skip_norm is not None or options.skip is not None
+    return SkipRule(options.skip_limit if asked else 0, options.skip_norm, options.loss_scale)
+
+
 def finite(loss: float, norm: float) -> bool:
     """Tell whether a loss and the norm of its gradient are finite."""
     return math.isfinite(loss) and math.isfinite(norm)

@@ -43,13 +43,16 @@ class Met(NamedTuple, Generic[T]):
         end: how this rank's part ended.
         mine: what this rank has read of its part; None if that did not go well.
         row: the numbers of all ranks; statuses alone if one has failed and devices run behind their hosts.
-        whole: whether the row has more than statuses.
     """
 
     end: End
     mine: T | None
     row: JointRow
-    whole: bool = True
+
+    @property
+    def whole(self) -> bool:
+        """Tell whether the row has more than statuses."""
+        return bool(self.row.places)
 
 
 class Meetings:
@@ -125,7 +128,7 @@ class Meetings:
         transport, mine = self.transport, None
         failed = foretold(transport, self.control, end.status)
         if failed is not None:
-            return Met(end, None, failed, False)
+            return Met(end, None, failed)
         if end.status == OK:
             with transport.program():
                 mine, end = _read(tally, end)

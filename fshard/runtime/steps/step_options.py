@@ -80,16 +80,15 @@ class Options:
     norms: tuple[str, ...] | None = None
     skip_limit: int = SKIPS
 
-    @property
-    def skips(self) -> int:
-        """The number of steps in a row that may be skipped since they are not finite."""
-        return self.skip_limit if self.skip_norm is not None or self.skip is not None else 0
-
     def told(self) -> dict[str, Any]:
         """The options that must be equal on all ranks. Those about a rank's own memory need not be."""
-        skip = None if self.skip is None else getattr(self.skip, "__qualname__", type(self.skip).__qualname__)
         kept = {name: getattr(self, name) for name in ("skip_norm", "accumulate", "loss_scale", "norms", "skip_limit")}
-        return self.running.told() | {"clip_norm": self.clip.rules, "skip": skip} | kept
+        return self.running.told() | {"clip_norm": self.clip.rules, "skip": name_of(self.skip)} | kept
+
+
+def name_of(skip: Callable[[Any], bool] | None) -> str | None:
+    """The name of ``skip=``, which must be equal on all ranks; None without one."""
+    return None if skip is None else getattr(skip, "__qualname__", type(skip).__qualname__)
 
 
 def step_problems(loss_fn: Any, plan: Plan, clip: Clip, accumulate: Any, policy: Policy | Auto) -> Iterator[str]:
