@@ -6,7 +6,7 @@ from dataclasses import replace
 from fshard.foresight.packing_time import packed_need
 from fshard.schedule.footprint import Need
 from fshard.schedule.machines import Speed
-from fshard.schedule.stages import Stages
+from fshard.schedule.step_program import StepProgram
 from fshard.sharding.layout import Group
 from fshard.sharding.plan import Plan
 
@@ -14,7 +14,7 @@ Seconds = dict[tuple[str, str], float]
 """Seconds by the kind and the target of an op."""
 
 
-def host_copies(plan: Plan, stages: Stages, speed: Speed) -> Seconds:
+def host_copies(plan: Plan, stages: StepProgram, speed: Speed) -> Seconds:
     """Return what copies between a device and its host's memory take, beside compute, by the op that starts them."""
     found = {}
     for group in _read(plan, stages):
@@ -38,13 +38,13 @@ def update_seconds(group: Group, need: Need, speed: Speed, host: Speed) -> float
     return made + need.copied / speed.copies_per_s + where.seconds(replace(need, copied=0))
 
 
-def frozen_seconds(plan: Plan, stages: Stages, speed: Speed, host: Speed) -> float:
+def frozen_seconds(plan: Plan, stages: StepProgram, speed: Speed, host: Speed) -> float:
     """Return what a step takes to make what is gathered of frozen groups in another dtype."""
     frozen = (group for group in _read(plan, stages) if group.id not in stages.updates)
     return sum((host if group.kinds.hosted else speed).seconds(_made(group)) for group in frozen)
 
 
-def _read(plan: Plan, stages: Stages) -> Iterator[Group]:
+def _read(plan: Plan, stages: StepProgram) -> Iterator[Group]:
     """The groups that a step reads."""
     read = {number for ids in stages.reads.values() for number in ids}
     return (group for group in plan.groups if group.id in read)

@@ -17,7 +17,7 @@ from fshard.runtime.execution.power_sgd import Basis, Product, low_rank_sum
 from fshard.runtime.execution.wires import Residual
 from fshard.schedule.footprint import Need
 from fshard.schedule.machines import Speed
-from fshard.schedule.stages import Stages
+from fshard.schedule.step_program import StepProgram
 from fshard.sharding.layout import Group
 from fshard.sharding.low_rank import Matrix, left_numel, matrices
 from fshard.sharding.mesh import Mesh
@@ -31,7 +31,7 @@ Work = Iterator[tuple[str, Need]]
 """Kinds of ops of a group, and what formats add to them."""
 
 
-def packing_seconds(plan: Plan, stages: Stages, speed: Speed) -> dict[tuple[str, str], float]:
+def packing_seconds(plan: Plan, stages: StepProgram, speed: Speed) -> dict[tuple[str, str], float]:
     """The seconds that the formats of a plan's transfers add to the ops of a step, by kind and target.
 
     Args:

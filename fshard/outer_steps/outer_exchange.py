@@ -21,7 +21,7 @@ from fshard.runtime.comm.packing import pack, unpack_sum
 from fshard.runtime.comm.row_sums import sum_rows
 from fshard.runtime.execution import Shard, Shards
 from fshard.schedule.transfers import KINDS
-from fshard.sharding.part_mesh import PartMesh
+from fshard.sharding.part_mesh import ReplicaMesh
 from fshard.sharding.plan import Plan
 from fshard.sharding.wire import WireFormat
 from fshard.state.exchanges import ANCHOR
@@ -62,7 +62,7 @@ class Exchange:
     """
 
     plan: Plan
-    mesh: PartMesh
+    mesh: ReplicaMesh
     opt: Outer
     fragments: tuple[Fragment, ...]
     form: WireFormat | None

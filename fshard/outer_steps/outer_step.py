@@ -15,7 +15,7 @@ from fshard.outer_steps.replica import plan_of_replica
 from fshard.runtime.comm import collective_call, enter, mesh_communicator
 from fshard.runtime.comm.facts import compare
 from fshard.runtime.steps import refuse_transforms
-from fshard.sharding.part_mesh import PartMesh
+from fshard.sharding.part_mesh import ReplicaMesh
 from fshard.sharding.plan import Plan
 from fshard.sharding.wire import NAMES, POWER, SCALED, WireFormat
 from fshard.state.equal import Equal
@@ -43,7 +43,7 @@ class OuterStep(TrainStep):
         form = None if opt.wire is None else WireFormat(opt.wire, BLOCK if opt.wire in SCALED else 1)
         fragments = make_fragments(plan, opt.fragments, form)
         mesh = plan.mesh
-        assert isinstance(mesh, PartMesh)
+        assert isinstance(mesh, ReplicaMesh)
         programs = programs_of(plan, step.options, contract(opt))
         infos = (
             each.info(opt.over, mesh.replicas, opt.every, opt.table.offset(number), opt.delay)

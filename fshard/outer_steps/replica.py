@@ -1,15 +1,10 @@
 """The plan of one replica: that of the user, on the ranks of this replica alone."""
 
 from dataclasses import replace
-from typing import Any
 
 from fshard.errors import PlanError, lines
-from fshard.played.transport import PartOfVirtual, VirtualTransport
-from fshard.runtime.comm.part_transport import PartTransport
-from fshard.runtime.comm.processes import ProcessTransport
 from fshard.sharding.layout import make_groups
-from fshard.sharding.mesh import Mesh
-from fshard.sharding.part_mesh import PartMesh, part_of
+from fshard.sharding.part_mesh import ReplicaMesh, joined_part
 from fshard.sharding.plan import Plan
 
 
@@ -36,20 +31,8 @@ def plan_of_replica(plan: Plan, over: str, grid: int) -> Plan:
             f"fs.outer(over={over!r}): batch={plan.batch} is not cut along that axis, so all replicas would train on "
             f"the same rows: name it, such as batch=fs.P(({over!r}, ...))"
         )
-    part = _joined(part_of(mesh, over), mesh)
+    part = joined_part(mesh, over, ReplicaMesh)
     owners = {leaf.path: group.unit for group in plan.groups for leaf in group.leaves}
     leaves = {path: replace(leaf, grid=grid) for path, leaf in plan.leaves.items()}
     groups = make_groups(leaves, owners, part, plan.batch.axes)
     return Plan(part, plan.batch, leaves, groups, plan.inits, plan.precision)
-
-
-def _joined(part: PartMesh, mesh: Mesh) -> PartMesh:
-    """The part with what joins its ranks."""
-    transport: Any = mesh.transport
-    if isinstance(transport, ProcessTransport):
-        made = PartTransport(part, transport)
-        transport.parts.append(made)
-        return replace(part, transport=made)
-    if isinstance(transport, VirtualTransport):
-        return replace(part, transport=PartOfVirtual(transport.mesh, transport.host, over=part.over))
-    return replace(part, transport=transport)

@@ -21,7 +21,7 @@ from fshard.schedule.infos import group_infos
 from fshard.schedule.ops import GroupInfo, Op, Program
 from fshard.schedule.policy import Policy
 from fshard.schedule.schedule import Schedule
-from fshard.schedule.stages import Local, Pass, Stages
+from fshard.schedule.step_program import Local, Pass, StepProgram
 from fshard.schedule.transfers import KINDS, Transfer, awaited, started
 from fshard.sharding.mesh import Axes
 from fshard.sharding.plan import Plan
@@ -105,9 +105,9 @@ class StepTable:
         self.entries.append(entry)
         self.infos.append(replace(info, name=name))
 
-    def stages(self) -> Stages:
+    def stages(self) -> StepProgram:
         """Return what the step does, in the words of schedules."""
-        return Stages(tuple([self._stage(stage) for stage in self.recorded.stages]), self._updates())
+        return StepProgram(tuple([self._stage(stage) for stage in self.recorded.stages]), self._updates())
 
     def _stage(self, stage: RecordedPass | RecordedLocal) -> Pass | Local:
         if isinstance(stage, RecordedPass):
@@ -221,7 +221,7 @@ class Assembled:
     route: Route
     programs: tuple[Programs, ...]
     passes: tuple[Prepared, ...]
-    stages: Stages
+    stages: StepProgram
     actions: StepActions
     first: tuple[int, ...]
     digest: int

@@ -65,6 +65,10 @@ class VirtualTransport:
             thread.scheduler.lives.join(role, self.mesh.rank)
         return VirtualCommunicator(role, f"{role}({'+'.join(axes)})", members, self.mesh.rank, self.host)
 
+    def part(self, mesh: Any) -> "VirtualTransport":
+        """The transport of a part of the mesh."""
+        return PartOfVirtual(self.mesh, self.host, over=mesh.over)
+
     def program(self) -> AbstractContextManager[object]:
         """Does nothing: a rank that waits for another is in a collective, and gets an error there."""
         return nullcontext()

@@ -8,7 +8,7 @@ from fshard.schedule.policy import Policy
 from fshard.schedule.schedule import Schedule, parse
 from fshard.schedule.schedule_memory import ScheduleMemory
 from fshard.schedule.simulate import Simulation, simulate
-from fshard.schedule.stages import Local, Pass, Stages
+from fshard.schedule.step_program import Local, Pass, StepProgram
 from fshard.schedule.step_trace import Trace
 from fshard.schedule.transfers import Transfer
 
@@ -26,7 +26,7 @@ __all__ = [
     "Program",
     "Schedule",
     "Simulation",
-    "Stages",
+    "StepProgram",
     "Trace",
     "Transfer",
     "build",

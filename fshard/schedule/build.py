@@ -18,15 +18,16 @@ compute ahead at most (``_updates_under_way``).
 from collections.abc import Hashable, Sequence
 from dataclasses import replace
 
+from fshard.schedule.edge_walk import EdgeWalk
 from fshard.schedule.ops import LOCAL, GroupInfo, Op, Program
 from fshard.schedule.paths import Paths, Updates
 from fshard.schedule.policy import Policy
 from fshard.schedule.schedule import Schedule
-from fshard.schedule.stages import Local, Stages
+from fshard.schedule.step_program import Local, StepProgram
 
 
 def build(
-    program: Program | Stages, groups: Sequence[GroupInfo], policy: Policy, accumulate: int = 1, train: bool = True
+    program: Program | StepProgram, groups: Sequence[GroupInfo], policy: Policy, accumulate: int = 1, train: bool = True
 ) -> Schedule:
     """The schedule of one step.
 
@@ -61,7 +62,7 @@ def build(
     consensus
     """
     if not train:
-        program = program.forward_only() if isinstance(program, Stages) else replace(program, backward=())
+        program = program.forward_only() if isinstance(program, StepProgram) else replace(program, backward=())
     bare = Schedule((), tuple(groups), program, policy, accumulate, train)
     return replace(bare, ops=tuple(_Builder(bare).run(train)))
 
@@ -76,7 +77,7 @@ class Builds:
         self.ops: dict[Hashable, tuple[Op, ...]] = {}
 
     def build(
-        self, program: Program | Stages, groups: Sequence[GroupInfo], policy: Policy, accumulate: int, train: bool
+        self, program: Program | StepProgram, groups: Sequence[GroupInfo], policy: Policy, accumulate: int, train: bool
     ) -> Schedule:
         """The schedule of one step, as ``build`` makes it."""
         key = program, policy, accumulate, train, tuple([_form(group) for group in groups])
@@ -116,6 +117,7 @@ class _Builder:
         self.ops = [Op("handshake")]
         self.updates = Updates(bare, self.ops)
         self.paths = Paths(bare, self.updates, self.ops)
+        self.edges = EdgeWalk(bare, self.ops)
 
     def run(self, train: bool) -> list[Op]:
         """All ops."""
@@ -123,10 +125,14 @@ class _Builder:
         for g, uses in enumerate(self.uses):
             if not uses and self.read[g]:
                 self.updates.first(g)
+        self.edges.first()
         for k, op in enumerate(self.computes):
             self._before(k, op)
+            self.edges.before(k)
             self.ops.append(op)
+            self.edges.after(k)
             self._after(k, op)
+        self.edges.finish()
         self.paths.finish()
         self.updates.finish()
         if train:
@@ -214,12 +220,13 @@ class _Builder:
         return any([g in self.updates.sharing and self.read[g] is not None for g in reads])
 
 
-def _reads(stages: Stages) -> list[tuple[int, ...]]:
+def _reads(stages: StepProgram) -> list[tuple[int, ...]]:
     """Return what each compute op of a step reads."""
     reads: list[tuple[int, ...]] = []
     for stage in stages.stages:
         if isinstance(stage, Local):
             reads.append(())
         else:
-            reads += [stage.program.reads[op.target] for op in stage.program.computes] * stage.accumulate
+            once = [stage.program.reads[op.target] for op in stage.program.computes]
+            reads += [once[at] for _, at in stage.sequence]
     return reads

@@ -11,7 +11,7 @@ from itertools import product
 from fshard.schedule.footprint import Need
 from fshard.schedule.ops import ROOT, GroupInfo, Program
 from fshard.schedule.policy import Keep, Policy, Secondary, secondary
-from fshard.schedule.stages import Pass, Stages, as_stages
+from fshard.schedule.step_program import Pass, StepProgram, as_step_program
 from fshard.sharding.mesh import Axes
 
 SHARES = 4
@@ -26,7 +26,7 @@ class PolicyTask:
         program: what is run.
         groups: its groups, as they are without secondary shards.
         needs: those of a microbatch's compute ops, in order; empty if not known. With several passes they are those of
-            ``Stages.computes``.
+            ``StepProgram.computes``.
         accumulate: microbatches.
         full: whether whole gradients may be added up over microbatches.
         train: whether a program has a backward.
@@ -38,7 +38,7 @@ class PolicyTask:
         updates: what the update of each group on the device reads, writes and computes, by the group's name.
     """
 
-    program: Program | Stages
+    program: Program | StepProgram
     groups: Sequence[GroupInfo]
     needs: Sequence[Need]
     accumulate: int = 1
@@ -52,9 +52,9 @@ class PolicyTask:
     updates: Mapping[str, Need] = field(default_factory=dict)
 
     @property
-    def stages(self) -> Stages:
+    def stages(self) -> StepProgram:
         """Return what the step does."""
-        return as_stages(self.program, self.groups, self.accumulate, self.train)
+        return as_step_program(self.program, self.groups, self.accumulate, self.train)
 
     def under(self, policy: Policy) -> "PolicyTask":
         """The task on the groups that a policy has."""
@@ -81,14 +81,14 @@ def _kept(passes: Sequence[Pass]) -> list[bool | Keep | Secondary]:
     return [True, *(Keep(last=part) for part in parts), False]
 
 
-def units_again(program: Program | Stages) -> list[tuple[str, ...]]:
+def units_again(program: Program | StepProgram) -> list[tuple[str, ...]]:
     """The units that may be computed again, fewest first: those called first, whose activations are held longest.
 
     >>> from fshard.schedule import Call
     >>> units_again(Program((Call("a"), Call("b")), (Call("b"), Call("a")), {"a": (), "b": ()}))
     [('a',), ('a', 'b')]
     """
-    if isinstance(program, Stages):
+    if isinstance(program, StepProgram):
         return []
     units = [unit for unit in dict.fromkeys(call.unit for call in program.forward) if unit != ROOT]
     counts = sorted({-(-len(units) * share // SHARES) for share in range(1, SHARES + 1)} - {0})

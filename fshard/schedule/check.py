@@ -10,10 +10,11 @@ from collections.abc import Iterator
 
 from fshard import errors
 from fshard.schedule import schedule_refusals
+from fshard.schedule.check_edges import EdgeCheck
 from fshard.schedule.ops import COMPUTE_KINDS, LOCAL, ROOT, STEP_KINDS, UNIT_KINDS, Op, microbatch_kinds, op_kinds
 from fshard.schedule.progress import GroupProgress, Progress, parts_of, tracks_of
 from fshard.schedule.schedule import Schedule
-from fshard.schedule.stages import Local
+from fshard.schedule.step_program import Local
 from fshard.schedule.text import op_lines
 from fshard.schedule.transfers import awaited, started
 
@@ -53,7 +54,6 @@ class _Run:
     def __init__(self, schedule: Schedule) -> None:
         self.schedule, self.policy = schedule, schedule.policy
         self.parts = parts_of(schedule)
-        self.starts = {part.microbatch: part.start for part in self.parts if not part.local}
         self.part = -1  # the one that runs; between the last op of one and the first of the next, still the former
         self.due = schedule.stages.steps
         self.horizons = self.policy.horizons(schedule.stages)
@@ -63,6 +63,7 @@ class _Run:
         self.kinds, self.microbatch_kinds = op_kinds(), microbatch_kinds()
         self.units = schedule.stages.reads
         self.groups = tracks_of(schedule, self.parts)
+        self.edges = EdgeCheck(schedule)
 
     @property
     def microbatch(self) -> int:
@@ -99,7 +100,7 @@ class _Run:
             for progress in group.progress.values():
                 if progress.under_way:
                     return progress.at, f"{progress.transfer.kind} of {name} is started here and never waited for"
-        return 0, ""
+        return self.edges.leftover()
 
     def _compute(self, op: Op) -> Iterator[str]:
         if self.done == len(self.due):
@@ -114,6 +115,7 @@ class _Run:
         reads = part.reads.get(op.target, ())
         if part.local is not None:
             yield from self._local(op, part.local)
+        yield from self.edges.read(self.done)
         for name in dict.fromkeys((*part.reads.get(ROOT, ()), *reads)):
             yield from self._readable(name, op.target)
         for name in reads if op.kind == "backward" else ():
@@ -169,7 +171,8 @@ class _Run:
         if self.part < 0:
             return
         part = self.parts[self.part]
-        for group in [self.groups[fill.gradient] for fill in part.fills.values()]:
+        over = [fill for fill in part.fills.values() if fill.completes[part.microbatch] < part.end]
+        for group in [self.groups[fill.gradient] for fill in over]:
             for progress in group.path:
                 each, name = progress.transfer.row.each_microbatch, group.info.name
                 if each and progress.started < self._times(group, progress, part.microbatch):
@@ -190,6 +193,9 @@ class _Run:
     def _transfer(self, at: int, op: Op, group: GroupProgress) -> Iterator[str]:
         row = started(op.kind) or awaited(op.kind)
         assert row is not None  # ``_shape`` knows all kinds
+        if row.stage == "edge":
+            yield from self.edges.take(at, op, self.done)
+            return
         if row.stage == "read":
             yield from (self._gather(at, op, group) if row.name == op.kind else self._gathered(op, group))
             return
@@ -232,7 +238,7 @@ class _Run:
             if group.updated_at < 0:
                 yield f"{name} is sent before its update"
         else:
-            completes = self.starts[microbatch] + group.fill.completes
+            completes = group.fill.completes[microbatch]
             if self.done <= completes:
                 yield f"'{self.due[completes]}' must come before"
             yield from self._replaced(group)
@@ -298,7 +304,7 @@ class _Run:
             yield f"{op.target} is read again after its update"
         elif group.path:
             yield from self._incomplete(op.target, group)
-        elif self.done <= self.starts[last] + group.fill.completes:
+        elif self.done <= group.fill.completes[last]:
             yield f"{op.target} has no gradient of microbatch {last} yet"
         group.updated_at = at
 

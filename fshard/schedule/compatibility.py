@@ -7,29 +7,29 @@ from typing import TypeVar
 from fshard.schedule import schedule_refusals
 from fshard.schedule.ops import GroupInfo, Program
 from fshard.schedule.policy import Policy
-from fshard.schedule.stages import Local, Pass, Stages, as_stages
+from fshard.schedule.step_program import Local, Pass, StepProgram, as_step_program
 
 T = TypeVar("T")
 
 
 def refuse_misfits(
-    groups: Sequence[GroupInfo], program: Program | Stages, policy: Policy, accumulate: int, train: bool
+    groups: Sequence[GroupInfo], program: Program | StepProgram, policy: Policy, accumulate: int, train: bool
 ) -> None:
     """Raise PlanError if the parts of a schedule do not belong together."""
     problems = list(_unknown(groups, program))
     if type(accumulate) is not int or accumulate < 1:
         problems.append(f"accumulate={accumulate!r} is not an int of at least 1")
-    if isinstance(program, Stages) and not problems:
+    if isinstance(program, StepProgram) and not problems:
         if accumulate != 1:
             problems.append(
                 f"accumulate={accumulate}: the microbatches of a step of several stages are those of its passes"
             )
-        problems += _Crossed(groups, as_stages(program, groups, 1, train), train).problems(policy)
+        problems += _Crossed(groups, as_step_program(program, groups, 1, train), train).problems(policy)
     if problems:
         raise schedule_refusals.bad_program(problems)
 
 
-def _unknown(groups: Sequence[GroupInfo], program: Program | Stages) -> Iterator[str]:
+def _unknown(groups: Sequence[GroupInfo], program: Program | StepProgram) -> Iterator[str]:
     """Groups that are not there, or twice."""
     names, count = [group.name for group in groups], f"there are {len(groups)} groups"
     known = {*range(len(names))}
@@ -63,7 +63,7 @@ def _named_beyond(local: Local, count: int) -> Iterator[str]:
 class _Crossed:
     """Problems between the stages of a step whose groups are all known."""
 
-    def __init__(self, groups: Sequence[GroupInfo], stages: Stages, train: bool) -> None:
+    def __init__(self, groups: Sequence[GroupInfo], stages: StepProgram, train: bool) -> None:
         self.groups, self.stages, self.train = groups, stages, train
         self.names = [group.name for group in groups]
 

@@ -12,7 +12,7 @@ from types import MappingProxyType
 from fshard.errors import PlanError
 from fshard.schedule.costs import Costs, Link
 from fshard.schedule.footprint import Need
-from fshard.schedule.stages import Stages
+from fshard.schedule.step_program import StepProgram
 from fshard.sharding.mesh import Mesh
 
 ETHERNET = 1448 / 1538
@@ -226,7 +226,7 @@ def speed(device: Device, short: bool = True, products: float = 0.7, memory: flo
     return Speed(peak * products, device.bytes_per_s * memory, peak, device.copies_per_s * copies)
 
 
-def unit_seconds(stages: Stages, needs: Sequence[Need], speed: Speed) -> dict[tuple[str, str], float]:
+def unit_seconds(stages: StepProgram, needs: Sequence[Need], speed: Speed) -> dict[tuple[str, str], float]:
     """Return what compute ops take: the mean over the calls of a unit."""
     times: dict[tuple[str, str], list[float]] = {}
     for op, need in zip(stages.computes, needs, strict=bool(needs)):
@@ -234,6 +234,6 @@ def unit_seconds(stages: Stages, needs: Sequence[Need], speed: Speed) -> dict[tu
     return {op: sum(each) / len(each) for op, each in times.items()}
 
 
-def foreseen_costs(stages: Stages, needs: Sequence[Need], speed: Speed, links: Mapping[str, Link]) -> Costs:
+def foreseen_costs(stages: StepProgram, needs: Sequence[Need], speed: Speed, links: Mapping[str, Link]) -> Costs:
     """Costs of a program on a device and links that nothing was measured on."""
     return Costs(unit_seconds(stages, needs, speed), links=links)

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from fshard.schedule.ops import Op
 from fshard.schedule.schedule import Schedule
-from fshard.schedule.stages import Local, Pass
+from fshard.schedule.step_program import Local, Pass
 from fshard.schedule.transfers import KINDS, Transfer
 
 
@@ -91,11 +91,13 @@ class Paths:
         self.begins: list[Sequence[int]] = []  # the gradients that each compute op is the first to fill
         self.completes: list[Sequence[int]] = []  # those that it is the last to fill
         for stage in bare.stages.stages:
-            begins, completes, times = (
-                ([()], [()], 1) if isinstance(stage, Local) else (*_filled(stage), stage.accumulate)
-            )
-            self.begins += begins * times
-            self.completes += completes * times
+            if isinstance(stage, Local):
+                self.begins.append(())
+                self.completes.append(())
+                continue
+            begins, completes = _filled(stage)
+            self.begins += [begins[at] for _, at in stage.sequence]
+            self.completes += [completes[at] for _, at in stage.sequence]
         rows = [row for row in KINDS.values() if row.stage == "gradient"]
         self.in_flight: dict[str, deque[_Flight]] = {row.name: deque() for row in rows}  # the oldest first
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from fshard.patterns import glob_matches, glob_meant
 from fshard.schedule import schedule_refusals
 from fshard.schedule.ops import ROOT
-from fshard.schedule.stages import Stages
+from fshard.schedule.step_program import StepProgram
 
 UPDATES = ("deferred", "in_backward")
 ACCUMULATIONS = ("sharded", "full")
@@ -153,7 +153,7 @@ class Policy:
         """The axes over which groups stay sharded between their uses; none if they are freed or kept."""
         return self.reshard.axes if isinstance(self.reshard, Secondary) else ()
 
-    def kept(self, stages: Stages) -> frozenset[int]:
+    def kept(self, stages: StepProgram) -> frozenset[int]:
         """The ids of the groups that stay from their first use in a step to their last.
 
         The groups of ``root`` do under every policy, since any code may read them.
@@ -178,7 +178,7 @@ class Policy:
         units = {unit for unit in order if any(glob_matches(p, unit) for p in self.reshard.units)}
         return units.union(order[max(len(order) - self.reshard.last, 0) :])
 
-    def horizons(self, stages: Stages) -> list[int]:
+    def horizons(self, stages: StepProgram) -> list[int]:
         """For each compute op of a step, and for the end, the last one for which a group may keep its memory.
 
         That is ``prefetch`` computes ahead. Around a turn (from the last forward call to the first backward call, and

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from fshard.schedule.ops import GroupInfo
 from fshard.schedule.schedule import Schedule
-from fshard.schedule.stages import Local, Pass
+from fshard.schedule.step_program import Local, Pass
 from fshard.schedule.transfers import Transfer
 
 
@@ -35,18 +35,18 @@ class Fill:
 
     Args:
         gradient: the name of the group.
-        completes: the position of the last op that fills it, among the compute ops of a microbatch.
+        completes: the position of the last op that fills it, among the compute ops of the step, by microbatch.
         first: the first microbatch of the pass that fills it.
         last: the last one.
     """
 
     gradient: str
-    completes: int
+    completes: Mapping[int, int]
     first: int
     last: int
 
 
-NEVER = Fill("", -1, 0, 0)
+NEVER = Fill("", {}, 0, 0)
 """Of a group without a gradient."""
 
 
@@ -83,10 +83,11 @@ class GroupProgress:
 
 @dataclass(frozen=True)
 class PartProgress:
-    """A microbatch of a pass, or the code between two passes.
+    """A portion of a microbatch of a pass, or the code between two passes.
 
     Args:
         start: the position of its first op among the compute ops of the step.
+        end: that of the op behind its last one.
         microbatch: its number; of a local, that of the microbatch before.
         reads: names of the groups that each unit reads.
         fills: what its backward fills, by the name of the group that is read.
@@ -94,6 +95,7 @@ class PartProgress:
     """
 
     start: int
+    end: int
     microbatch: int
     reads: Mapping[str, Sequence[str]]
     fills: Mapping[str, Fill]
@@ -106,15 +108,16 @@ def parts_of(schedule: Schedule) -> list[PartProgress]:
     start = microbatch = 0
     for stage in schedule.stages.stages:
         if isinstance(stage, Local):
-            parts.append(PartProgress(start, max(microbatch - 1, 0), {}, {}, stage))
+            parts.append(PartProgress(start, start + 1, max(microbatch - 1, 0), {}, {}, stage))
             start += 1
             continue
         reads = {unit: [groups[i].name for i in ids] for unit, ids in stage.program.reads.items()}
-        fills = _fills(stage, groups, microbatch)
-        for _ in range(stage.accumulate):
-            parts.append(PartProgress(start, microbatch, reads, fills))
-            start += len(stage.program.computes)
-            microbatch += 1
+        fills = _fills(stage, groups, microbatch, start)
+        for part in stage.portions:
+            end = start + part.end - part.first
+            parts.append(PartProgress(start, end, microbatch + part.microbatch, reads, fills))
+            start = end
+        microbatch += stage.accumulate
     return parts
 
 
@@ -144,18 +147,28 @@ def _place(schedule: Schedule, parts: Sequence[PartProgress], tracks: Mapping[st
                 tracks[schedule.groups[g].name].made = (part.start, local)
             local += 1
             continue
-        for at, op in enumerate(schedule.stages.microbatches[part.microbatch].program.computes, part.start):
-            for name in part.reads[op.target]:
+        for at in range(part.start, part.end):
+            for name in part.reads[schedule.stages.steps[at].target]:
                 tracks[name].uses.append(at)
 
 
-def _fills(each: Pass, groups: Sequence[GroupInfo], first: int) -> dict[str, Fill]:
-    """Return what a pass fills, by the name of the group that is read."""
+def _fills(each: Pass, groups: Sequence[GroupInfo], first: int, start: int) -> dict[str, Fill]:
+    """Return what a pass fills, by the name of the group that is read.
+
+    Args:
+        each: the pass.
+        groups: all groups.
+        first: its first microbatch.
+        start: the position of its first compute op.
+    """
     last = first + each.accumulate - 1
-    return {
-        groups[read].name: Fill(groups[gradient].name, each.program.filled(read)[1], first, last)
-        for read, gradient in (each.gradients or {}).items()
-    }
+    places = {place: start + at for at, place in enumerate(each.sequence)}
+    found = {}
+    for read, gradient in (each.gradients or {}).items():
+        filled = each.program.filled(read)[1]
+        completes = {first + m: places[m, filled] for m in range(each.accumulate)}
+        found[groups[read].name] = Fill(groups[gradient].name, completes, first, last)
+    return found
 
 
 def _chain(path: Sequence[Transfer]) -> list[Progress]:

@@ -11,7 +11,7 @@ from fshard.schedule.html import render_html
 from fshard.schedule.ops import GroupInfo, Op, Program
 from fshard.schedule.policy import Policy
 from fshard.schedule.schedule_memory import ScheduleMemory, plan_memory
-from fshard.schedule.stages import Stages, as_stages
+from fshard.schedule.step_program import StepProgram, as_step_program
 from fshard.schedule.text import render, scan
 
 
@@ -46,7 +46,7 @@ class Schedule:
 
     ops: tuple[Op, ...]
     groups: tuple[GroupInfo, ...]
-    program: Program | Stages
+    program: Program | StepProgram
     policy: Policy
     accumulate: int = 1
     train: bool = True
@@ -57,9 +57,9 @@ class Schedule:
         refuse_misfits(self.groups, self.program, self.policy, self.accumulate, self.train)
 
     @cached_property
-    def stages(self) -> Stages:
+    def stages(self) -> StepProgram:
         """Return what the step does, with the gradients that each pass fills written out. A program is one pass."""
-        return as_stages(self.program, self.groups, self.accumulate, self.train)
+        return as_step_program(self.program, self.groups, self.accumulate, self.train)
 
     @cached_property
     def hash(self) -> str:

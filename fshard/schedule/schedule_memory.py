@@ -39,8 +39,8 @@ from fshard.arguments import size_text
 from fshard.schedule import schedule_refusals
 from fshard.schedule.offsets import Span, pack, profile
 from fshard.schedule.ops import LOCAL, ROOT, GroupInfo, Op
-from fshard.schedule.stages import Pass, Stages
-from fshard.schedule.transfers import HOST, SECOND, STATE, Transfer, awaited, started
+from fshard.schedule.step_program import Pass, StepProgram
+from fshard.schedule.transfers import EDGE, HOST, SECOND, STATE, Transfer, awaited, started
 
 ALIGN = 256
 """Bytes: items start at multiples of it, which suits vector loads and collectives on every device."""
@@ -95,7 +95,7 @@ class ScheduleMemory:
         return "\n".join(rows)
 
 
-def plan_memory(ops: Sequence[Op], groups: Sequence[GroupInfo], stages: Stages) -> ScheduleMemory:
+def plan_memory(ops: Sequence[Op], groups: Sequence[GroupInfo], stages: StepProgram) -> ScheduleMemory:
     """Lifetimes of everything that these ops hold, and offsets of what lies in the arena."""
     sizes: dict[str, int] = {}
     lifetimes: dict[str, list[Span]] = {}
@@ -128,7 +128,7 @@ Ended = Iterator[tuple[str, int, Span]]
 class _Lives:
     """The items that are alive, and since when."""
 
-    def __init__(self, ops: Sequence[Op], groups: Sequence[GroupInfo], stages: Stages) -> None:
+    def __init__(self, ops: Sequence[Op], groups: Sequence[GroupInfo], stages: StepProgram) -> None:
         self.ops, self.groups, self.stages = ops, groups, stages
         self.by_name = {group.name: group for group in groups}
         self.paths = {
@@ -262,7 +262,7 @@ class _Lives:
             yield self.end(f"{transfer.source}:{group.name}", group.size(transfer.source), at)
         if transfer.target == "param":
             self.begin(f"param:{group.name}", at)
-        elif transfer.target not in (STATE, HOST) and not transfer.late:
+        elif transfer.target not in (STATE, HOST, EDGE) and not transfer.late:
             self.born.setdefault(f"{transfer.target}:{group.name}", at)  # shards add up over microbatches
         if transfer.staging:
             self.begin(f"{transfer.kind}:{group.name}", at)
@@ -272,7 +272,7 @@ class _Lives:
     def _wait(self, at: int, group: GroupInfo, transfer: Transfer) -> Ended:
         if transfer.late:
             self.born.setdefault(f"{transfer.target}:{group.name}", at + 1)
-        if not transfer.spent and transfer.source not in (STATE, HOST, SECOND, transfer.target):
+        if not transfer.spent and transfer.source not in (STATE, HOST, EDGE, SECOND, transfer.target):
             yield self.end(f"{transfer.source}:{group.name}", group.size(transfer.source), at)
         if transfer.staging:
             yield self.end(f"{transfer.kind}:{group.name}", transfer.staging, at)
@@ -323,7 +323,7 @@ class _Lives:
             yield f"update:{group.name}", group.update_bytes, (end, end)
 
 
-def _flat(groups: Sequence[GroupInfo], stages: Stages) -> frozenset[str]:
+def _flat(groups: Sequence[GroupInfo], stages: StepProgram) -> frozenset[str]:
     """The groups whose gradients have no transfers: backwards fill what updates read."""
     filled = [(group, g in stages.fillings) for g, group in enumerate(groups)]
     return frozenset([group.name for group, fills in filled if fills and group.trainable and not group.reduced])

@@ -17,21 +17,21 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields
 
 from fshard.schedule.ops import Call, Program
-from fshard.schedule.stages import Local, Pass, Stages
+from fshard.schedule.step_program import Edge, Local, Pass, Portion, StepProgram
 from fshard.schedule.tokens import quoted, read_name, read_number, read_values, wrapped
 
 PROGRAM = ("unit", "forward", "backward")
 """The words that begin lines of a program."""
 
 LOCAL = tuple([each.name for each in fields(Local)])
-STAGES = ("pass", "fills", "local", *LOCAL, "update")
+STAGES = ("pass", "order", "edges", "fills", "local", *LOCAL, "update")
 """The words that begin further lines of a step of several passes."""
 
 GRADIENTS = ("own", "given")
 """Of a pass: each group fills its own, or ``fills`` says which one it fills."""
 
 
-def stage_lines(program: Program | Stages, names: Sequence[str]) -> Iterator[str]:
+def stage_lines(program: Program | StepProgram, names: Sequence[str]) -> Iterator[str]:
     """Return what a step does. ``names`` are those of groups, as tokens."""
     if isinstance(program, Program):
         yield from _program_lines(program, names)
@@ -43,6 +43,8 @@ def stage_lines(program: Program | Stages, names: Sequence[str]) -> Iterator[str
                 yield from wrapped(f"  {word}", [names[g] for g in getattr(stage, word)])
             continue
         yield f"pass accumulate={stage.accumulate} gradients={GRADIENTS[stage.gradients is not None]}"
+        yield from wrapped("  order", [":".join(map(str, portion)) for portion in stage.order])
+        yield from wrapped("  edges", [f"{names[edge.group]} #{edge.at}" for edge in stage.edges])
         yield from (f"  fills {names[read]} -> {names[group]}" for read, group in (stage.gradients or {}).items())
         yield from _program_lines(stage.program, names)
     for group, gradient in program.updates.items():
@@ -62,6 +64,8 @@ class _PassLines:
     def __init__(self, accumulate: int, given: bool) -> None:
         self.accumulate = accumulate
         self.gradients: dict[int, int] | None = {} if given else None
+        self.order: list[Portion] = []
+        self.edges: list[Edge] = []
         self.reads: dict[str, tuple[int, ...]] = {}
         self.calls: dict[str, list[Call]] = {"forward": [], "backward": []}
 
@@ -102,7 +106,7 @@ class StageReader:
         else:
             self._detail(word, tokens, ids)
 
-    def program(self) -> Program | Stages:
+    def program(self) -> Program | StepProgram:
         """Everything read, once the text is over."""
         made: list[Pass | Local] = []
         for lines in self.stages:
@@ -111,8 +115,9 @@ class StageReader:
             elif not self.several:
                 return lines.program()
             else:
-                made.append(Pass(lines.program(), lines.accumulate, lines.gradients))
-        return Stages(tuple(made), self.updates)
+                order, edges = tuple(lines.order), tuple(lines.edges)
+                made.append(Pass(lines.program(), lines.accumulate, lines.gradients, order, edges))
+        return StepProgram(tuple(made), self.updates)
 
     def _detail(self, word: str, tokens: list[str], ids: Mapping[str, int]) -> None:
         """A line below that of a pass or a local."""
@@ -127,6 +132,10 @@ class StageReader:
             _read_unit(stage, tokens, ids)
         elif word == "fills":
             _read_filled(stage, tokens, ids)
+        elif word == "order":
+            stage.order += [_read_portion(token) for token in tokens]
+        elif word == "edges":
+            stage.edges += _read_edges(tokens, ids)
         else:
             stage.calls[word].extend(_read_calls(tokens))
 
@@ -163,6 +172,20 @@ def _read_filled(stage: _PassLines, tokens: list[str], ids: Mapping[str, int]) -
     if read in stage.gradients:
         raise ValueError(f"group {tokens[0]} fills two gradients")
     stage.gradients[read] = group
+
+
+def _read_portion(token: str) -> Portion:
+    numbers = token.split(":")
+    if len(numbers) != 3:
+        raise ValueError(f"{token!r}: a portion is written MICROBATCH:FIRST:END")
+    return Portion(*map(read_number, numbers))
+
+
+def _read_edges(tokens: list[str], ids: Mapping[str, int]) -> Iterator[Edge]:
+    if len(tokens) % 2:
+        raise ValueError("edges are written GROUP #OP, one behind the other")
+    for group, at in zip(_groups(tokens[::2], ids), tokens[1::2], strict=True):
+        yield Edge(group, read_number(at, "#"))
 
 
 def _read_calls(tokens: list[str]) -> Iterator[Call]:

@@ -15,7 +15,7 @@ from fshard.schedule import schedule_refusals
 from fshard.schedule.ops import LOCAL, STEP_KINDS, GroupInfo, Op, Program, microbatch_kinds, op_kinds
 from fshard.schedule.policy import Keep, Policy, Secondary, keep, secondary
 from fshard.schedule.stage_text import StageReader, stage_lines
-from fshard.schedule.stages import Stages
+from fshard.schedule.step_program import StepProgram
 from fshard.schedule.tokens import TOKEN, quoted, read_name, read_number, read_values
 from fshard.schedule.transfers import KINDS, PeriodicTransfer, Transfer
 
@@ -42,14 +42,14 @@ HEADER = ("policy", "step", "group", "ops")
 NAMELESS = STEP_KINDS | {LOCAL}
 """The kinds of ops that have no target."""
 
-Parts = tuple[tuple[Op, ...], tuple[GroupInfo, ...], Program | Stages, Policy, int, bool]
+Parts = tuple[tuple[Op, ...], tuple[GroupInfo, ...], Program | StepProgram, Policy, int, bool]
 """The arguments of ``Schedule``."""
 
 
 def render(parts: Parts) -> str:
     """The text form."""
     ops, _, program, _, accumulate, _ = parts
-    microbatches = len(program.microbatches) if isinstance(program, Stages) else accumulate
+    microbatches = len(program.microbatches) if isinstance(program, StepProgram) else accumulate
     return "\n".join((*_header(parts), *op_lines(ops, microbatches))) + "\n"
 
 
@@ -79,9 +79,9 @@ def scan(text: str) -> Parts:
 
 def _header(parts: Parts) -> Iterator[str]:
     ops, groups, program, policy, accumulate, train = parts
-    yield FORMAT + (SEVERAL if isinstance(program, Stages) else VERSION)
+    yield FORMAT + (SEVERAL if isinstance(program, StepProgram) else VERSION)
     yield f"policy {policy}"
-    count = f"stages={len(program.stages)}" if isinstance(program, Stages) else f"accumulate={accumulate}"
+    count = f"stages={len(program.stages)}" if isinstance(program, StepProgram) else f"accumulate={accumulate}"
     yield f"step {'train' if train else 'eval'} {count}"
     width = max((len(quoted(group.name)) for group in groups), default=0)
     words = max((len(move.kind) for group in groups for move in group.transfers), default=0)

@@ -16,6 +16,8 @@ kind                stage     from -> to                                      is
 ``replica_reduce``  gradient  ``shard`` -> ``shard``, or ``own``              when the next would exceed the limit
 ``offload``         gradient  ``shard`` or ``own`` -> host memory             when the next would exceed the limit
 ``update_gather``   updated   own range of the state -> shard of the state    before the first all-gather or reader
+``send``            edge      a value of this rank's part of a pipeline       when the next on its edge is sent
+``receive``         edge      a value of another rank's part                  before the first compute that reads it
 ``exchange``        between   a fragment of the state -> itself, on replicas  ``delay`` steps after the one that it left
 ==================  ========  ==============================================  =========================================
 """
@@ -24,8 +26,9 @@ from dataclasses import dataclass
 
 from fshard.schedule import schedule_refusals
 
-STATE, HOST = "state", "host"
-"""Sources and targets outside of the memory of a step: the resident state, and host memory."""
+STATE, HOST, EDGE = "state", "host", "edge"
+"""Sources and targets outside of the memory of a step: the resident state, host memory, and values of the program that
+go between ranks, which are activations."""
 
 COLLECTIVES = "collectives"
 """The role of the communicators of collectives that programs call themselves, which never queue behind transfers."""
@@ -56,7 +59,8 @@ class Kind:
     Args:
         name: the word of the op that starts the transfer. ``wait NAME`` is the op that ends it.
         stage: when it starts: ``"gradient"`` once the gradient has been through the rows above, ``"updated"`` after
-            the update, ``"read"`` before compute reads the parameters, ``"between"`` after some steps.
+            the update, ``"read"`` before compute reads the parameters, ``"edge"`` where a value goes from one rank's part
+            of a pipeline to another's, ``"between"`` after some steps.
         staging: what memory that it needs while under way is called in pictures.
         each_microbatch: it runs in every microbatch that reduces gradients, not once a step.
         link: the link of ``Costs`` that it takes; empty for a copy that takes no link.
@@ -95,6 +99,8 @@ _ROWS = (
     Kind("reduce_scatter", "gradient", "staging of reductions", each_microbatch=True, link="reduces"),
     Kind("replica_reduce", "gradient", "staging of sums", link="reduces", spare=1, slow=True),
     Kind("offload", "gradient", "staging of copies", link="", spare=1),
+    Kind("send", "edge", "staging of sends", each_microbatch=True),
+    Kind("receive", "edge", "received values", each_microbatch=True),
     Kind("exchange", "between", "fragments under way"),
 )
 
@@ -145,7 +151,7 @@ class Transfer:
     @property
     def spent(self) -> bool:
         """Tell whether its source ends with its start: what travels is a packed copy of it."""
-        return bool(self.wire) and self.source not in (STATE, HOST, self.target)
+        return bool(self.wire) and self.source not in (STATE, HOST, EDGE, self.target)
 
     @property
     def row(self) -> Kind:

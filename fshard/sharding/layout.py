@@ -215,6 +215,11 @@ class Group:
         return any(leaf.trainable for leaf in self.leaves)
 
     @property
+    def stages(self) -> tuple[int, ...]:
+        """The stages of a pipeline that hold it; empty without stages."""
+        return self.leaves[0].stages
+
+    @property
     def numel(self) -> int:
         """Elements of the full buffer, padding included."""
         return self.parts * self.chunk
@@ -314,7 +319,7 @@ def make_groups(leaves: dict[str, Leaf], owners: dict[str, str], mesh: Mesh, dat
         kind = "flat" if leaf.gather_dim is None else "dim"
         key = (
             *(leaf.gather_axes, kind, leaf.compute.axes, leaf.dtype, leaf.trainable),
-            *(leaf.precision, leaf.align, leaf.opt_axes, leaf.kinds, leaf.wire, leaf.packed),
+            *(leaf.precision, leaf.align, leaf.opt_axes, leaf.kinds, leaf.wire, leaf.packed, leaf.stages),
         )
         by_key.setdefault((owners[path], key), []).append(leaf)
     groups: list[Group] = []

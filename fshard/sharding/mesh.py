@@ -72,6 +72,11 @@ class Mesh:
         return self
 
     @property
+    def together(self) -> "Mesh":
+        """The mesh of the ranks that make each step together: the mesh itself, unless it is a stage of a pipeline."""
+        return self
+
+    @property
     def members(self) -> Sequence[int]:
         """The number of each rank on the mesh of all ranks."""
         return range(self.size)

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,29 +16,27 @@ from fshard.model.precision import Precision
 from fshard.patterns import bad_regex, meant_by
 from fshard.sharding.code import Code, code_of
 from fshard.sharding.fact_texts import Texts, plan_texts
-from fshard.sharding.kinds import kinds_of
-from fshard.sharding.layout import Group, box, make_groups
+from fshard.sharding.layout import Group, make_groups
 from fshard.sharding.leaf import Leaf
 from fshard.sharding.local_batch import local_part
 from fshard.sharding.mesh import Axes, Mesh
 from fshard.sharding.owners import ROOT, Modelled, owned_by, owners_of
+from fshard.sharding.part_mesh import joined_part
 from fshard.sharding.plan_table import render, render_html
-from fshard.sharding.rules import Decision, RuleLike, match
+from fshard.sharding.resolve_leaves import resolve_leaves, stages_of
+from fshard.sharding.rules import RuleLike, match
 from fshard.sharding.spec import P, Shape
+from fshard.sharding.stage_table import StageTable, Staging
 from fshard.sharding.suggest_rules import warn_of_no_units
 from fshard.sharding.validate import (
     batch_spec,
-    check_aligned,
-    check_kinds,
-    check_opt,
     check_rounding,
     check_specs,
-    check_trainable,
     misfit,
     tensors_of,
 )
 from fshard.sharding.validate_wires import check_wires, expect_wire
-from fshard.sharding.wire import Wire, packed_format
+from fshard.sharding.wire import Wire
 
 
 @dataclass(frozen=True)
@@ -57,15 +55,17 @@ class Inputs:
     rules: tuple[RuleLike, ...]
     wire: Wire
     code: Code = Code()
+    stages: Staging | None = None
 
     def plan(self, mesh: Mesh, batch: P, precision: Precision) -> "Plan":
         decided = match(self.rules, self.shapes)
         check_specs({path: (d.at_rest, d.compute) for path, d in decided.items()}, self.shapes, mesh, batch.axes)
-        leaves = _leaves(self, decided, mesh, batch, precision)
+        stages = stages_of(self, mesh, batch)
+        leaves = resolve_leaves(self, decided, mesh, batch, precision, stages)
         check_rounding(leaves)
         check_wires(leaves.values(), mesh, batch.axes)
         groups = make_groups(leaves, dict(self.owners), mesh, batch.axes)
-        return Plan(mesh, batch, leaves, groups, self.inits, precision, self, self.code)
+        return Plan(mesh, batch, leaves, groups, self.inits, precision, self, self.code, stages)
 
 
 @dataclass(frozen=True)
@@ -81,6 +81,8 @@ class Plan:
         precision: the dtypes of compute and communication.
         source: its inputs, for ``replace``.
         code: the module that it was made for, without values.
+        stages: the stages of a pipeline; None without.
+        whole: of a plan of this rank's stages alone, that of all stages; else None.
 
     >>> import torch, fshard as fs
     >>> mesh = fs.abstract_mesh((4,), ("data",))
@@ -97,6 +99,8 @@ class Plan:
     precision: Precision = Precision()
     source: Inputs | None = field(default=None, compare=False, repr=False)
     code: Code = field(default=Code(), compare=False, repr=False)
+    stages: StageTable | None = None
+    whole: "Plan | None" = field(default=None, compare=False, repr=False)
 
     @functools.cached_property
     def data_axes(self) -> Axes:
@@ -156,7 +160,28 @@ class Plan:
     @functools.cached_property
     def texts(self) -> tuple[Texts, Texts]:
         """The facts that must be equal on all ranks."""
+        if self.whole is not None:
+            return self.whole.texts
         return plan_texts(self.mesh, self.batch, self.precision, self.groups, self.code.evaluated)
+
+    @functools.cached_property
+    def own(self) -> "Plan":
+        """The plan of what this rank holds: the plan itself, or, in a pipeline, that of the leaves of its stages.
+
+        That one has the same axes and specs, on the ranks that hold the same stages.
+        """
+        if self.stages is None:
+            return self
+        return self.at_position(self.mesh.index(self.stages.axis), joined_part(self.mesh, self.stages.axis))
+
+    def at_position(self, position: int, mesh: Mesh) -> "Plan":
+        """The plan of the stages at a position on their axis, on the mesh of their ranks."""
+        assert self.stages is not None
+        held = {path for path in self.leaves if position in self.stages.positions(path)}
+        mine = [group for group in self.groups if group.leaves[0].path in held]
+        leaves = {path: leaf for path, leaf in self.leaves.items() if path in held}
+        groups = tuple([dataclasses.replace(group, id=number) for number, group in enumerate(mine)])
+        return Plan(mesh, self.batch, leaves, groups, self.inits, self.precision, None, self.code, None, self)
 
     def places(self) -> dict[str, tuple[Group, int]]:
         """The group of each leaf, and the leaf's number in it, by path."""
@@ -304,6 +329,7 @@ def make_plan(
     units: Sequence[str] = (),
     precision: Precision | None = None,
     wire: Wire | None = None,
+    stages: Staging | None = None,
 ) -> Plan:
     """Say where every leaf of a model lives.
 
@@ -315,6 +341,7 @@ def make_plan(
         units: for a nested dict, globs of subtrees that form units, as in ``fs.split``.
         precision: the dtypes of compute and communication, ``fs.Precision(...)``; None keeps those of the leaves.
         wire: the formats in which parameters and gradients travel, ``fs.Wire(...)``; None compresses nothing.
+        stages: the stages of a pipeline, ``fs.Stages("stage")``; None for a model that each rank computes whole.
 
     Returns:
         The plan. It holds no tensor and needs no process group.
@@ -335,6 +362,12 @@ def make_plan(
         ("rules", rules, (list, tuple), _RULES),
         ("batch", batch, (P, type(None)), 'a spec, batch=fs.P("data")'),
         ("units", units, (str, list, tuple), "a list of globs"),
+        (
+            "stages",
+            getattr(stages, "table", stages),
+            (Callable, type(None)),
+            'stages of a pipeline, fs.Stages("stage")',
+        ),
     ]
     expect("make_plan(model, mesh, rules)", wants)
     precision = Precision() if precision is None else precision
@@ -355,6 +388,7 @@ def make_plan(
         rules=tuple(rules),
         wire=wire or Wire(),
         code=code,
+        stages=stages,
     )
     plan = source.plan(mesh, batch, precision)
     if any(group.gathered and group.parts > 1 for group in plan.groups):
@@ -363,37 +397,3 @@ def make_plan(
 
 
 _RULES = 'a list of (pattern, spec) pairs, such as [(r".*", fs.fsdp("data"))]'
-
-
-def _leaves(
-    source: Inputs, decided: Mapping[str, Decision], mesh: Mesh, batch: P, precision: Precision
-) -> dict[str, Leaf]:
-    """Each leaf with its rule resolved against the mesh."""
-    given = {path: decision.rule.trainable for path, decision in decided.items()}
-    trained = {path: path not in source.frozen if train is None else train for path, train in given.items()}
-    check_trainable(source.dtypes, given, trained)
-    check_aligned(decided)
-    leaves = {}
-    for path, shape in source.shapes.items():
-        at_rest, compute, rule, opt = decided[path]
-        compute = at_rest.without(batch.axes) if compute is None else compute
-        train = trained[path] and source.dtypes[path].is_floating_point
-        leaves[path] = Leaf(
-            path=path,
-            shape=shape,
-            dtype=source.dtypes[path],
-            trainable=train,
-            at_rest=at_rest,
-            compute=compute,
-            compute_shape=box(shape, compute, mesh)[1],
-            aliases=tuple(a for a, canonical in source.aliases.items() if canonical == path),
-            precision=precision if rule.precision is None else rule.precision,
-            align=None if at_rest.flat is None and opt is None else rule.align,
-            opt=opt,
-            kinds=kinds_of(rule.memory_kind, rule.opt_memory_kind, rule.update_on, train),
-            wire=(rule.wire or source.wire) if source.dtypes[path].is_floating_point else Wire(),
-            packed=packed_format(rule.packed),
-        )
-    check_opt(leaves.values(), mesh, batch.axes)
-    check_kinds(leaves.values(), {path: d.rule for path, d in decided.items()}, mesh)
-    return leaves

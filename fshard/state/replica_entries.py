@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fshard.sharding.layout import Piece
 from fshard.sharding.mesh import Mesh
-from fshard.sharding.part_mesh import PartMesh
+from fshard.sharding.part_mesh import PartMesh, ReplicaMesh
 from fshard.sharding.spec import P, Shape, axes_of
 from fshard.state.pieces import PARAMS, Entry
 
@@ -23,8 +23,12 @@ ANCHOR, DELTA = "opt.anchor.", "opt.delta."
 
 
 def of_all_replicas(entries: Iterable[Entry], mesh: Mesh) -> list[Entry]:
-    """Entries of one replica, as parts of those of all; other entries as they are."""
-    return [_lifted(entry, mesh) for entry in entries] if isinstance(mesh, PartMesh) else [*entries]
+    """Entries of one replica, as parts of those of all; other entries as they are, held by ranks of the whole mesh."""
+    if isinstance(mesh, ReplicaMesh):
+        return [_lifted(entry, mesh) for entry in entries]
+    if isinstance(mesh, PartMesh):
+        return [replace(one, holders=tuple([mesh.members[rank] for rank in one.holders])) for one in entries]
+    return [*entries]
 
 
 def with_replicas(entries: list[Entry], mesh: Mesh, saved: Mapping[str, Shape]) -> list[Entry]:
@@ -32,7 +36,7 @@ def with_replicas(entries: list[Entry], mesh: Mesh, saved: Mapping[str, Shape]) 
 
     A tensor that has the shape of the entry but for the number of replicas fits: ``saved_at`` says what is read of it.
     """
-    apart = isinstance(mesh, PartMesh)
+    apart = isinstance(mesh, ReplicaMesh)
     return [_resized(entry, saved.get(entry.name, ())) if apart or entry.rows else entry for entry in entries]
 
 
@@ -51,13 +55,13 @@ def saved_at(entry: Entry, name: str, mesh: Mesh) -> list[tuple[str, Piece]]:
         name: of the tensor that has it.
         mesh: of the plan.
     """
-    if entry.rows == "any" and not isinstance(mesh, PartMesh):
+    if entry.rows == "any" and not isinstance(mesh, ReplicaMesh):
         row = entry.piece.offset[0] % entry.shape[0]
         return [(name, replace(entry.piece, offset=(row, *entry.piece.offset[1:])))]
-    if entry.rows and not isinstance(mesh, PartMesh):
+    if entry.rows and not isinstance(mesh, ReplicaMesh):
         rows = range(entry.piece.offset[0], entry.shape[0], mesh.axis_size(axes_of(entry.spec.dims[0])))
         return [(name, replace(entry.piece, offset=(row, *entry.piece.offset[1:]))) for row in rows]
-    if not isinstance(mesh, PartMesh) or entry.common or mesh.replica < entry.shape[0]:
+    if not isinstance(mesh, ReplicaMesh) or entry.common or mesh.replica < entry.shape[0]:
         return [(name, entry.piece)]
     if entry.rows or entry.name.startswith(DELTA):
         return []
@@ -76,7 +80,7 @@ def refitted(whole: Tensor, entry: Entry) -> Tensor:
     return torch.stack([whole[row :: entry.shape[0]].sum(0) for row in range(entry.shape[0])])
 
 
-def _lifted(entry: Entry, mesh: PartMesh) -> Entry:
+def _lifted(entry: Entry, mesh: ReplicaMesh) -> Entry:
     if entry.common:
         return replace(entry, holders=mesh.everyone(entry.holders))
     piece = replace(entry.piece, offset=(mesh.replica, *entry.piece.offset), shape=(1, *entry.piece.shape))

@@ -5,11 +5,11 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from fshard.schedule import GroupInfo, Local, Pass, Policy, Program, Stages
+from fshard.schedule import GroupInfo, Local, Pass, Policy, Program, StepProgram
 from fshard.schedule.policy import keep
 from tests.schedule.cases import SENT, calls, group, info, program
 
-Step = tuple[Stages, list[GroupInfo]]
+Step = tuple[StepProgram, list[GroupInfo]]
 
 
 def chain(*groups: int, names: Sequence[str] = "ab") -> Program:
@@ -21,14 +21,14 @@ def chain(*groups: int, names: Sequence[str] = "ab") -> Program:
 def sam() -> Step:
     """A gradient, weights moved along it, and the gradient there, which is what updates the weights."""
     move = Local(gradients=(0, 1), updated=(0, 1), makes=(2, 3))
-    stages = Stages((Pass(chain(0, 1)), move, Pass(chain(2, 3))), {0: 2, 1: 3})
+    stages = StepProgram((Pass(chain(0, 1)), move, Pass(chain(2, 3))), {0: 2, 1: 3})
     return stages, [info("a"), info("b"), info("a.moved"), info("b.moved")]
 
 
 def gan() -> Step:
     """Two losses of one plan, which read what both have and fill the gradients of one each."""
     judge, make = chain(0, 1, names=("maker", "judge")), chain(0, 1, names=("maker", "judge"))
-    stages = Stages((Pass(judge, gradients={1: 1}), Pass(make, gradients={0: 0})), {0: 0, 1: 1})
+    stages = StepProgram((Pass(judge, gradients={1: 1}), Pass(make, gradients={0: 0})), {0: 0, 1: 1})
     return stages, [info("maker"), info("judge")]
 
 
@@ -36,14 +36,14 @@ def surgery() -> Step:
     """Two gradients of the same parameters, of which code after both makes one."""
     again = info("a.second", gathered=False)
     merge = Local(gradients=(0, 1), updated=())
-    stages = Stages((Pass(chain(0), gradients={0: 0}), Pass(chain(0), 2, {0: 1}), merge), {0: 0})
+    stages = StepProgram((Pass(chain(0), gradients={0: 0}), Pass(chain(0), 2, {0: 1}), merge), {0: 0})
     return stages, [info("a"), again]
 
 
 def distilled() -> Step:
     """A frozen model that runs forward, and one that learns from it."""
     teacher = Program(calls("teacher"), (), {"teacher": (0,)})
-    stages = Stages((Pass(teacher, gradients={}), Pass(chain(1, names=("student",)))), {1: 1})
+    stages = StepProgram((Pass(teacher, gradients={}), Pass(chain(1, names=("student",)))), {1: 1})
     return stages, [info("teacher", trainable=False), info("student")]
 
 
@@ -61,7 +61,7 @@ def replicas() -> Step:
     second = Pass(program(("a", "b", "a"), {"a": (2,), "b": (1,)}), 1, {1: 1, 2: 2})
     third = Pass(program(("b",), {"b": (1,)}), 1, {1: 4})
     stages = (first, Local(gradients=(0,), updated=(0, 3), makes=(2,)), second, Local(gradients=(2, 0)), third)
-    return Stages(stages, {0: 2, 1: 1, 3: 3}), groups
+    return StepProgram(stages, {0: 2, 1: 1, 3: 3}), groups
 
 
 STEPS: dict[str, Callable[[], Step]] = {
@@ -70,7 +70,7 @@ STEPS: dict[str, Callable[[], Step]] = {
     "surgery": surgery,
     "distilled": distilled,
     "replicas": replicas,
-    "locals_alone": lambda: (Stages((Local(updated=(0,)), Local()), {0: None, 1: None}), [
+    "locals_alone": lambda: (StepProgram((Local(updated=(0,)), Local()), {0: None, 1: None}), [
         info("a", trainable=False, update_gather=9), info("b", trainable=False, gathered=False)
     ]),
 }  # fmt: skip
@@ -91,7 +91,7 @@ def any_group(draw: st.DrawFn, name: str, trainable: bool, updated: bool) -> Gro
 
 
 @st.composite
-def steps(draw: st.DrawFn) -> tuple[Stages, tuple[GroupInfo, ...], Policy]:
+def steps(draw: st.DrawFn) -> tuple[StepProgram, tuple[GroupInfo, ...], Policy]:
     """Arguments for ``build``: any passes, with any code between them."""
     states = draw(st.integers(0, 3))
     pending = [g for g in range(states) if draw(st.booleans())]
@@ -120,7 +120,7 @@ def steps(draw: st.DrawFn) -> tuple[Stages, tuple[GroupInfo, ...], Policy]:
     reshard = keep(*units, last=last) if units or last else draw(st.booleans())
     accumulation = draw(st.sampled_from(("sharded", "full")))
     policy = Policy(draw(st.integers(0, 4)), draw(st.integers(1, 4)), reshard, "deferred", accumulation)
-    return Stages(tuple(stages), updates), tuple(groups), policy
+    return StepProgram(tuple(stages), updates), tuple(groups), policy
 
 
 def _some(of: Sequence[int]) -> st.SearchStrategy[tuple[int, ...]]:

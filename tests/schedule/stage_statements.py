@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from fshard.schedule import Op, Schedule
-from fshard.schedule.stages import Local, Pass
+from fshard.schedule.step_program import Local, Pass
 from tests.schedule.cases import kept_groups, sends
 
 

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fshard.errors import ScheduleError
-from fshard.schedule import Op, Pass, Policy, Schedule, Stages, build, parse
+from fshard.schedule import Op, Pass, Policy, Schedule, StepProgram, build, parse
 from fshard.schedule.offsets import pack, stack
 from tests.schedule.cases import CASES, POLICIES, encoder_decoder, gpt, info, program, recipes, sends
 
@@ -195,7 +195,7 @@ def test_a_gradient_that_a_pass_does_not_fill_is_zero_after_it_and_was_applied_b
     """The second pass alone reads b, so that nothing gathers it before, and its update could come as late."""
     groups = [info("a", gathered=False, reduced=False), info("b", reduced=False)]
     first, second = program(("a",), {"a": (0,)}), program(("a", "b"), {"a": (0,), "b": (1,)})
-    stages = Stages((Pass(first, gradients={0: 0, 1: 1}), Pass(second, gradients={})), {0: 0, 1: 1})
+    stages = StepProgram((Pass(first, gradients={0: 0, 1: 1}), Pass(second, gradients={})), {0: 0, 1: 1})
     schedule = build(stages, groups, Policy(prefetch=0))
     at = {str(op): i for i, op in enumerate(schedule)}
     assert at["update b"] < at["backward root"] < at["all_gather b"]

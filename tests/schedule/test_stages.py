@@ -14,7 +14,7 @@ from fshard.schedule.auto import Auto, Rates, choose
 from fshard.schedule.candidates import PolicyTask
 from fshard.schedule.footprint import Need, footprint
 from fshard.schedule.policy import keep
-from fshard.schedule.stages import Local, Pass, Stages
+from fshard.schedule.step_program import Local, Pass, StepProgram
 from fshard.view import timeline
 from fshard.view.timeline import bars, live
 from tests.schedule.cases import CASES, POLICIES, gpt, group, info, recipes
@@ -121,7 +121,7 @@ def test_a_program_is_a_step_of_one_pass(recipe: Any) -> None:
     updates = {g: g for g, each in enumerate(groups) if each.trainable}
     whole = build(made, groups, policy, accumulate, train)
     for gradients in (None, updates):
-        stages = Stages((Pass(made, accumulate, gradients),), updates)
+        stages = StepProgram((Pass(made, accumulate, gradients),), updates)
         schedule = build(stages, groups, policy, train=train)
         assert schedule.ops == whole.ops
         check(schedule)
@@ -136,7 +136,7 @@ def test_a_program_is_a_step_of_one_pass(recipe: Any) -> None:
 def test_cases_are_steps_of_one_pass(case: str, policy: Policy) -> None:
     made, groups = CASES[case]()
     updates = {g: g for g, each in enumerate(groups) if each.trainable}
-    assert build(Stages((Pass(made, 2),), updates), groups, policy).ops == build(made, groups, policy, 2).ops
+    assert build(StepProgram((Pass(made, 2),), updates), groups, policy).ops == build(made, groups, policy, 2).ops
 
 
 @given(steps())
@@ -232,7 +232,7 @@ def test_what_cannot_be_read_is_named(old: str, new: str, words: str) -> None:
 def test_names_that_are_words_of_the_text(several: bool) -> None:
     names = ["->", "makes"] if several else ["from", "a b"]
     made = Pass(chain(0, names=("local",)), gradients={0: 1})
-    stages = Stages((made, Local((1,), (0,))), {0: 1})
+    stages = StepProgram((made, Local((1,), (0,))), {0: 1})
     groups = [info(names[0], trainable=False), info(names[1], gathered=False)]
     schedule = build(stages, groups, Policy())
     assert parse(str(schedule)) == schedule
@@ -248,11 +248,11 @@ def test_code_between_passes_takes_the_device_and_no_link() -> None:
         simulate(build(*gpt(2), Policy()), Costs({("local", ""): 1.0}))
 
 
-def gan_apart() -> tuple[Stages, Any]:
+def gan_apart() -> tuple[StepProgram, Any]:
     """The two losses with code between them that reads nothing."""
     stages, groups = gan()
     sent = {"all_gather": 100, "reduce_scatter": 100}
-    return Stages((stages.stages[0], Local(), stages.stages[1]), stages.updates), [
+    return StepProgram((stages.stages[0], Local(), stages.stages[1]), stages.updates), [
         info(each.name, **sent) for each in groups
     ]
 
@@ -325,7 +325,7 @@ def test_a_schedule_of_stages_is_a_value() -> None:
 
 def sam_with(*stages: Pass | Local, updates: Any = None, policy: Policy | None = None) -> Schedule:
     """A schedule of other stages for the groups of ``sam``."""
-    return build(Stages(stages, {0: 2, 1: 3} if updates is None else updates), sam()[1], policy or Policy())
+    return build(StepProgram(stages, {0: 2, 1: 3} if updates is None else updates), sam()[1], policy or Policy())
 
 
 FIRST, SECOND = Pass(chain(0, 1)), Pass(chain(2, 3))
@@ -334,8 +334,8 @@ FIRST, SECOND = Pass(chain(0, 1)), Pass(chain(2, 3))
 @pytest.mark.parametrize(
     ("bad", "words"),
     [
-        (lambda: Stages((), {}), ["at least one stage"]),
-        (lambda: Stages((chain(0),), {}), ["is neither a Pass nor a Local"]),  # type: ignore[arg-type]
+        (lambda: StepProgram((), {}), ["at least one stage"]),
+        (lambda: StepProgram((chain(0),), {}), ["is neither a Pass nor a Local"]),  # type: ignore[arg-type]
         (lambda: Pass(chain(0), 0), ["accumulate=0 is not an int of at least 1"]),
         (lambda: Pass(chain(0), True), ["accumulate=True"]),
         (lambda: build(sam()[0], sam()[1], Policy(), accumulate=2), ["accumulate=2", "those of its passes"]),
@@ -367,13 +367,13 @@ FIRST, SECOND = Pass(chain(0, 1)), Pass(chain(2, 3))
         (lambda: build(distilled()[0], [info("t", trainable=False), info("s", trainable=False)], Policy()), [
             "the update of 's' reads the gradient of 's', which is frozen",
         ]),
-        (lambda: build(Stages((Pass(chain(0), 1, {0: 0}),), {}), [info("t", trainable=False)], Policy()), [
+        (lambda: build(StepProgram((Pass(chain(0), 1, {0: 0}),), {}), [info("t", trainable=False)], Policy()), [
             "pass 0 fills the gradient of 't', which is frozen",
         ]),
         (lambda: sam_with(FIRST, SECOND, policy=Policy(update="in_backward")), [
             "update='in_backward' goes with a step of one pass", "use update='deferred'",
         ]),
-        (lambda: build(Stages((Pass(chain(0)),), {0: None}), [info("a")], Policy(update="in_backward")), [
+        (lambda: build(StepProgram((Pass(chain(0)),), {0: None}), [info("a")], Policy(update="in_backward")), [
             "each trainable group updated with its own gradient",
         ]),
         (lambda: Schedule((), tuple(sam()[1]), sam()[0], Policy(), train=False), [
@@ -390,7 +390,7 @@ def test_what_cannot_be_is_refused(bad: Callable[[], Any], words: list[str]) -> 
 
 def test_gradients_that_no_pass_reads_are_zeros_of_the_last_pass_with_its_own() -> None:
     groups = [info("a"), info("b"), info("idle")]
-    stages = Stages((Pass(chain(0)), Pass(chain(1), 2), Pass(chain(1), gradients={})), {0: 0, 1: 1, 2: 2})
+    stages = StepProgram((Pass(chain(0)), Pass(chain(1), 2), Pass(chain(1), gradients={})), {0: 0, 1: 1, 2: 2})
     schedule = build(stages, groups, Policy(1, 1))
     check(schedule)
     assert [op for op in ops(schedule) if op.startswith("reduce_scatter idle")] == [

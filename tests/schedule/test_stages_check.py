@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fshard.errors import ScheduleError
-from fshard.schedule import Op, Pass, Policy, Schedule, Stages, build, check, parse
+from fshard.schedule import Op, Pass, Policy, Schedule, StepProgram, build, check, parse
 from fshard.schedule.policy import keep
 from tests.schedule.cases import info
 from tests.schedule.stage_cases import STEPS, chain, sam, steps, surgery
@@ -153,7 +153,7 @@ def test_a_reduction_of_another_pass() -> None:
 
 def test_an_update_comes_before_the_gradient_that_it_reads_is_filled() -> None:
     groups = [info("a"), info("b", trainable=False)]
-    stages = Stages((Pass(chain(0)), Pass(chain(1))), {1: 0})
+    stages = StepProgram((Pass(chain(0)), Pass(chain(1))), {1: 0})
     schedule = build(stages, groups, Policy(0, 1))
     check(schedule)
     at = schedule.ops.index(Op("update", "b"))

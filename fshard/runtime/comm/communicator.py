@@ -4,7 +4,7 @@ import functools
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -60,6 +60,9 @@ class Transport(Protocol):
 
     def communicator(self, role: str, axes: Axes) -> Communicator:
         """The communicator of a role, such as a kind of transfer, over these axes. Collective at its first call."""
+
+    def part(self, mesh: Any) -> "Transport":
+        """The transport of a part of the mesh, whose communicators its ranks make alone."""
 
     def program(self) -> AbstractContextManager[object]:
         """While a program of all ranks runs: if it fails on another rank, this one's device does not wait for ever.
@@ -125,6 +128,10 @@ class SingleRankTransport:
     def communicator(self, role: str, axes: Axes) -> Communicator:
         """The communicator of one rank."""
         return SingleRank()
+
+    def part(self, mesh: Any) -> "SingleRankTransport":
+        """The transport itself."""
+        return self
 
     def program(self) -> AbstractContextManager[object]:
         """Does nothing: there is no other rank."""

@@ -105,6 +105,15 @@ class ProcessTransport:
             self.comms[role, axes] = self._made(role, axes)
         return self.comms[role, axes]
 
+    def part(self, mesh: Any) -> "ProcessTransport":
+        """The transport of a part of the mesh, made once for each."""
+        from fshard.runtime.comm.part_transport import PartTransport  # a kind of this class
+
+        made = next((part for part in self.parts if part.mesh == mesh), None)
+        if made is None:
+            self.parts.append(made := PartTransport(mesh, self))
+        return made
+
     def program(self) -> AbstractContextManager[object]:
         """While a program of all ranks runs: over NCCL, look for notes of ranks on which it has failed.
 

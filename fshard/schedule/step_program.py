@@ -1,14 +1,15 @@
 """A step of several passes, with code of its own between them.
 
 A step function runs functions of sharded parameters, forward and backward, and computes on the shards in between: two
-gradients of one loss, two losses of one model, weights that it has changed. ``Stages`` says what such a step does, in
-order. A train step is one pass, after which nothing is computed.
+gradients of one loss, two losses of one model, weights that it has changed. ``StepProgram`` says what such a step
+does, in order. A train step is one pass, after which nothing is computed.
 
 The groups of a schedule are then what this step moves, not what a plan holds: parameters that a step has changed are a
 group beside those of the state, and a second gradient of the same parameters is a group that no unit reads.
 """
 
 import functools
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple, TypeVar
@@ -19,11 +20,32 @@ from fshard.schedule.ops import LOCAL, GroupInfo, Op, Program
 T = TypeVar("T")
 
 
+class Portion(NamedTuple):
+    """Compute ops of one microbatch that follow each other: from ``first`` up to ``end``, among those of the program."""
+
+    microbatch: int
+    first: int
+    end: int
+
+
+class Edge(NamedTuple):
+    """A value that another rank computes or reads, and what of it this rank does.
+
+    Attributes:
+        group: the group that stands for it, whose one transfer sends or receives it.
+        at: the compute op, among those of a microbatch, after which it is sent, or before which it is received.
+    """
+
+    group: int
+    at: int
+
+
 @dataclass(frozen=True)
 class Pass:
     """A run of one function inside of a step, forward and backward, microbatch by microbatch.
 
-    A pass whose program has no backward and whose ``gradients`` are ``{}`` runs forward only.
+    A pass whose program has no backward and whose ``gradients`` are ``{}`` runs forward only. In a pipeline a rank has
+    a part of the program, whose microbatches take turns: ``order`` says how, and ``edges`` what goes between ranks.
 
     Args:
         program: what the function calls and reads: ids of groups of the schedule.
@@ -31,9 +53,11 @@ class Pass:
         gradients: the group whose gradient its backward fills, by the group that is read. Groups that are missing get
             no gradient from this pass; those that it does not read get zeros. None: each trainable group that it reads
             fills its own, and the last such pass fills those that no pass reads.
+        order: the portions of microbatches in the order in which they run; empty where each microbatch runs as a whole.
+        edges: what this rank sends and receives in each microbatch.
 
     Raises:
-        PlanError: accumulate is not an int of at least 1.
+        PlanError: accumulate is not an int of at least 1, or the order does not run each op of each microbatch once.
 
     >>> from fshard.schedule import Call, Program
     >>> Pass(Program((Call("layer"),), (Call("layer"),), {"layer": (0,)}), gradients={0: 1}).gradients
@@ -43,12 +67,39 @@ class Pass:
     program: Program
     accumulate: int = 1
     gradients: Mapping[int, int] | None = field(default=None, hash=False)
+    order: tuple[Portion, ...] = ()
+    edges: tuple[Edge, ...] = ()
 
     def __post_init__(self) -> None:
         if type(self.accumulate) is not int or self.accumulate < 1:
             raise schedule_refusals.bad_program([f"accumulate={self.accumulate!r} is not an int of at least 1"])
+        object.__setattr__(self, "order", tuple([Portion(*portion) for portion in self.order]))
+        object.__setattr__(self, "edges", tuple([Edge(*edge) for edge in self.edges]))
+        if problems := _disordered(self):
+            raise schedule_refusals.bad_program(problems)
         if self.gradients is not None:  # one order whatever the given dict has: equal passes have equal texts
             object.__setattr__(self, "gradients", dict(sorted(self.gradients.items())))
+
+    @functools.cached_property
+    def portions(self) -> tuple[Portion, ...]:
+        """The portions of microbatches in the order in which they run."""
+        whole = len(self.program.computes)
+        return self.order or tuple([Portion(microbatch, 0, whole) for microbatch in range(self.accumulate)])
+
+    def is_call(self, number: int) -> bool:
+        """Tell whether a compute op of the program is a call of a unit."""
+        return 0 < number < len(self.program.computes) - 1
+
+    def turns_between(self, one: int, other: int) -> bool:
+        """Tell whether compute turns round between two ops of the sequence: to the backward, or to another portion."""
+        (first, a), (second, b) = self.sequence[one], self.sequence[other]
+        forwards = len(self.program.forward)
+        return first != second or b != a + 1 or a == forwards
+
+    @functools.cached_property
+    def sequence(self) -> tuple[tuple[int, int], ...]:
+        """The microbatch of each compute op of the pass, and its number among those of the program."""
+        return tuple([(part.microbatch, at) for part in self.portions for at in range(part.first, part.end)])
 
 
 @dataclass(frozen=True)
@@ -83,8 +134,8 @@ class Filling(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Stages:
-    """Stages of a step, in order.
+class StepProgram:
+    """What a step does, in order.
 
     Args:
         stages: its passes, and its code between them.
@@ -98,7 +149,7 @@ class Stages:
     >>> from fshard.schedule import Call, Program
     >>> reads = [Program((Call("layer"),), (Call("layer"),), {"layer": (group,)}) for group in (0, 1)]
     >>> perturb = Local(gradients=(0,), updated=(0,), makes=(1,))
-    >>> step = Stages((Pass(reads[0]), perturb, Pass(reads[1])), updates={0: 1})
+    >>> step = StepProgram((Pass(reads[0]), perturb, Pass(reads[1])), updates={0: 1})
     >>> print(*step.steps, sep=", ")
     forward root, forward layer, backward layer, backward root, local, forward root @1, forward layer @1, \
 backward layer @1, backward root @1
@@ -148,8 +199,9 @@ backward layer @1, backward root @1
                 ops.append(Op(LOCAL, "", number))
                 continue
             once = stage.program.computes
-            for m in range(number, number + stage.accumulate):
-                ops += [Op(op.kind, op.target, op.index, m) for op in once] if m else once
+            for microbatch, at in stage.sequence:
+                op, number_of = once[at], number + microbatch
+                ops.append(Op(op.kind, op.target, op.index, number_of) if number_of else op)
         return tuple(ops)
 
     def spread(self, values: Sequence[T]) -> list[T]:
@@ -157,9 +209,12 @@ backward layer @1, backward root @1
         found: list[T] = []
         at = 0
         for stage in self.stages:
-            length, times = (1, 1) if isinstance(stage, Local) else (len(stage.program.computes), stage.accumulate)
-            found += list(values[at : at + length]) * times
-            at += length
+            if isinstance(stage, Local):
+                found.append(values[at])
+                at += 1
+                continue
+            found += [values[at + number] for _, number in stage.sequence]
+            at += len(stage.program.computes)
         return found
 
     @functools.cached_property
@@ -174,15 +229,13 @@ backward layer @1, backward root @1
             if isinstance(stage, Local):
                 start += 1
                 continue
-            calls, length = len(stage.program.forward), len(stage.program.computes)
+            calls = [start + at for at, (_, number) in enumerate(stage.sequence) if stage.is_call(number)]
             if calls and before >= 0:
-                turns.append((before, start + 1))
-            for m in range(stage.accumulate if calls and stage.program.backward else 0):
-                first = start + m * length
-                turns += [(first - 2, first + 1)] if m else []
-                turns.append((first + calls, first + calls + 1))
-            start += length * stage.accumulate
-            before = start - 2 if calls else before
+                turns.append((before, calls[0]))
+            pairs = itertools.pairwise(calls if stage.program.backward else ())
+            turns += [pair for pair in pairs if stage.turns_between(pair[0] - start, pair[1] - start)]
+            start += len(stage.sequence)
+            before = calls[-1] if calls else before
         return tuple(turns)
 
     @functools.cached_property
@@ -220,7 +273,7 @@ backward layer @1, backward root @1
         """Equal for equal steps."""
         return repr(self)
 
-    def resolved(self, groups: Sequence[GroupInfo]) -> "Stages":
+    def resolved(self, groups: Sequence[GroupInfo]) -> "StepProgram":
         """The same with the gradients of each pass written out."""
         if all([each.gradients is not None for each in self.passes]):
             return self
@@ -231,9 +284,9 @@ backward layer @1, backward root @1
         own[last] |= {group: group for group in trainable if group not in filled}
         rest = iter(own)
         stages = [replace(stage, gradients=next(rest)) if isinstance(stage, Pass) else stage for stage in self.stages]
-        return Stages(tuple(stages), self.updates)
+        return StepProgram(tuple(stages), self.updates)
 
-    def forward_only(self) -> "Stages":
+    def forward_only(self) -> "StepProgram":
         """The same without backward, gradients and updates."""
         stages: list[Pass | Local] = []
         for stage in self.stages:
@@ -241,7 +294,7 @@ backward layer @1, backward root @1
                 stages.append(Local(makes=stage.makes))
             else:
                 stages.append(Pass(replace(stage.program, backward=()), stage.accumulate, {}))
-        return Stages(tuple(stages), {})
+        return StepProgram(tuple(stages), {})
 
     def _numbered(self) -> list[tuple[Pass | Local, int]]:
         """Each stage with its first microbatch, or its number among the locals."""
@@ -257,12 +310,30 @@ backward layer @1, backward root @1
         return found
 
 
-def as_stages(program: Program | Stages, groups: Sequence[GroupInfo], accumulate: int, train: bool) -> Stages:
+def as_step_program(
+    program: Program | StepProgram, groups: Sequence[GroupInfo], accumulate: int, train: bool
+) -> StepProgram:
     """A step with the gradients of each pass written out. A program is a step of one pass, each group with its own."""
-    if isinstance(program, Stages):
+    if isinstance(program, StepProgram):
         return program.resolved(groups)
     own = {g: g for g, group in enumerate(groups) if group.trainable} if train else {}
-    return Stages((Pass(program, accumulate, own),), dict(own))
+    return StepProgram((Pass(program, accumulate, own),), dict(own))
+
+
+def _disordered(each: Pass) -> list[str]:
+    """List what is wrong with the order of a pass: each op of each microbatch runs once, in the order of the program."""
+    if not each.order:
+        return []
+    done, whole = [0] * each.accumulate, len(each.program.computes)
+    for part in each.order:
+        if not 0 <= part.microbatch < each.accumulate:
+            return [f"order has microbatch {part.microbatch}, of {each.accumulate}"]
+        if part.first != done[part.microbatch] or not part.first < part.end <= whole:
+            due = f"from op {done[part.microbatch]} on, of {whole}"
+            return [f"order has ops {part.first} to {part.end} of microbatch {part.microbatch}, which is due {due}"]
+        done[part.microbatch] = part.end
+    late = [f"order ends microbatch {m} at op {end} of {whole}" for m, end in enumerate(done) if end < whole]
+    return late[:1]
 
 
 def _known(stage: object) -> bool:

@@ -1,0 +1,83 @@
+"""Leaves with their rules resolved against a mesh."""
+
+import math
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from fshard.model.precision import Precision
+from fshard.sharding.kinds import kinds_of
+from fshard.sharding.layout import box
+from fshard.sharding.leaf import Leaf
+from fshard.sharding.mesh import Mesh
+from fshard.sharding.rules import Decision
+from fshard.sharding.spec import P
+from fshard.sharding.stage_table import StageFacts, StageTable
+from fshard.sharding.validate import check_aligned, check_kinds, check_opt, check_trainable
+from fshard.sharding.wire import Wire, packed_format
+
+if TYPE_CHECKING:
+    from fshard.sharding.plan import Inputs
+
+
+def stages_of(source: "Inputs", mesh: Mesh, batch: P) -> StageTable | None:
+    """The stages of a plan; None of one without.
+
+    Raises:
+        PlanError: the model cannot be cut so.
+    """
+    if source.stages is None:
+        return None
+    nbytes = {path: math.prod(shape) * source.dtypes[path].itemsize for path, shape in source.shapes.items()}
+    return source.stages.table(StageFacts(source.shapes, nbytes, source.owners, source.aliases, batch.axes), mesh)
+
+
+def resolve_leaves(
+    source: "Inputs",
+    decided: Mapping[str, Decision],
+    mesh: Mesh,
+    batch: P,
+    precision: Precision,
+    stages: StageTable | None = None,
+) -> dict[str, Leaf]:
+    """Each leaf with its rule resolved against the mesh.
+
+    Args:
+        source: the inputs of the plan.
+        decided: what rules say of each leaf.
+        mesh: the mesh.
+        batch: the spec of the batch.
+        precision: the dtypes of compute and communication.
+        stages: the stages of a pipeline.
+
+    Raises:
+        PlanError: naming the leaves that a rule does not fit.
+    """
+    given = {path: decision.rule.trainable for path, decision in decided.items()}
+    trained = {path: path not in source.frozen if train is None else train for path, train in given.items()}
+    check_trainable(source.dtypes, given, trained)
+    check_aligned(decided)
+    leaves = {}
+    for path, shape in source.shapes.items():
+        at_rest, compute, rule, opt = decided[path]
+        compute = at_rest.without(batch.axes) if compute is None else compute
+        train = trained[path] and source.dtypes[path].is_floating_point
+        leaves[path] = Leaf(
+            path=path,
+            shape=shape,
+            dtype=source.dtypes[path],
+            trainable=train,
+            at_rest=at_rest,
+            compute=compute,
+            compute_shape=box(shape, compute, mesh)[1],
+            aliases=tuple(a for a, canonical in source.aliases.items() if canonical == path),
+            precision=precision if rule.precision is None else rule.precision,
+            align=None if at_rest.flat is None and opt is None else rule.align,
+            opt=opt,
+            kinds=kinds_of(rule.memory_kind, rule.opt_memory_kind, rule.update_on, train),
+            wire=(rule.wire or source.wire) if source.dtypes[path].is_floating_point else Wire(),
+            packed=packed_format(rule.packed),
+            stages=() if stages is None else stages.leaves[path],
+        )
+    check_opt(leaves.values(), mesh, batch.axes)
+    check_kinds(leaves.values(), {path: d.rule for path, d in decided.items()}, mesh)
+    return leaves

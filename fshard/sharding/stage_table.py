@@ -1,0 +1,63 @@
+"""The stages of a pipeline as a plan holds them: which ranks hold each, and which stages each unit and leaf is on."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+from fshard.sharding.mesh import Axes, Mesh
+from fshard.sharding.spec import Shape
+
+
+@dataclass(frozen=True)
+class StageTable:
+    """The stages of a plan.
+
+    Attributes:
+        axis: the mesh axis along which stages lie.
+        homes: the position on that axis which holds each stage.
+        units: the stage of each unit, by name.
+        leaves: the stages that hold each leaf, by path, in ascending order.
+    """
+
+    axis: str
+    homes: tuple[int, ...]
+    units: Mapping[str, int]
+    leaves: Mapping[str, tuple[int, ...]]
+
+    def positions(self, path: str) -> tuple[int, ...]:
+        """The positions on the axis that hold a leaf, in ascending order."""
+        return tuple(sorted({self.homes[stage] for stage in self.leaves[path]}))
+
+    def at(self, position: int) -> tuple[int, ...]:
+        """The stages at a position on the axis."""
+        return tuple([stage for stage, home in enumerate(self.homes) if home == position])
+
+
+@dataclass(frozen=True)
+class StageFacts:
+    """Facts of a model by which it is cut into stages.
+
+    Attributes:
+        shapes: of all leaves, by path, in the order of the tree.
+        nbytes: their sizes.
+        owners: the unit of each leaf.
+        aliases: the first path of a tied leaf, by each of its other paths.
+        batch: the data axes.
+    """
+
+    shapes: Mapping[str, Shape]
+    nbytes: Mapping[str, int]
+    owners: Mapping[str, str]
+    aliases: Mapping[str, str]
+    batch: Axes
+
+
+class Staging(Protocol):
+    """The cut of a model into stages, ``fs.Stages``."""
+
+    def table(self, facts: StageFacts, mesh: Mesh) -> StageTable:
+        """Cut a model.
+
+        Raises:
+            PlanError: that cannot be done.
+        """
