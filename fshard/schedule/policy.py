@@ -113,12 +113,14 @@ class Policy:
         accumulation: with several microbatches, ``"sharded"`` reduces each one's gradients and adds up this
             rank's shards of them. ``"full"`` adds up whole gradients and reduces once, in the last microbatch
             (FSDP's ``no_sync``): less to send, and the memory of all gradients.
+        pipeline: with stages, the order in which each rank runs forwards and backwards of its stages: ``"gpipe"``,
+            ``"1f1b"``, ``"interleaved"``. Empty for ``"1f1b"``, or ``"interleaved"`` where ranks have several stages.
 
     Raises:
         PlanError: a value is of another type or out of range; all of them are listed.
 
     >>> Policy()
-    Policy(prefetch=2, reduces=2, reshard=True, update='deferred', accumulation='sharded')
+    Policy(prefetch=2, reduces=2, reshard=True, update='deferred', accumulation='sharded', pipeline='')
     """
 
     prefetch: int = 2
@@ -126,6 +128,7 @@ class Policy:
     reshard: bool | Keep | Secondary = True
     update: str = "deferred"
     accumulation: str = "sharded"
+    pipeline: str = ""
 
     def __post_init__(self) -> None:
         problems = []
@@ -198,4 +201,5 @@ class Policy:
     def __str__(self) -> str:
         reshard = str(self.reshard).lower() if isinstance(self.reshard, bool) else self.reshard
         accumulation = "" if self.accumulation == "sharded" else f" accumulation={self.accumulation}"
-        return f"prefetch={self.prefetch} reduces={self.reduces} reshard={reshard} update={self.update}{accumulation}"
+        more = accumulation + (f" pipeline={self.pipeline}" if self.pipeline else "")
+        return f"prefetch={self.prefetch} reduces={self.reduces} reshard={reshard} update={self.update}{more}"

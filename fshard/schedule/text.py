@@ -160,9 +160,11 @@ class _Reader:
         return tuple(self.ops), tuple(self.groups.values()), stages.program(), self.policy, accumulate, train
 
     def _policy(self, tokens: list[str]) -> None:
-        keys = ("prefetch", "reduces", "reshard", "update", *(("accumulation",) if len(tokens) > 4 else ()))
-        prefetch, reduces, reshard, update, *accumulation = read_values(tokens, keys)
-        self.policy = Policy(read_number(prefetch), read_number(reduces), _read_reshard(reshard), update, *accumulation)
+        further = [key for key in ("accumulation", "pipeline") if any(token.startswith(key) for token in tokens)]
+        keys = ("prefetch", "reduces", "reshard", "update", *further)
+        prefetch, reduces, reshard, update, *rest = read_values(tokens, keys)
+        more = dict(zip(further, rest, strict=True))
+        self.policy = Policy(read_number(prefetch), read_number(reduces), _read_reshard(reshard), update, **more)
 
     def _step(self, tokens: list[str]) -> None:
         key = "stages" if self.stages and self.stages.several else "accumulate"

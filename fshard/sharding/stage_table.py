@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from fshard.sharding.mesh import Axes, Mesh
 from fshard.sharding.spec import Shape
@@ -61,3 +61,6 @@ class Staging(Protocol):
         Raises:
             PlanError: that cannot be done.
         """
+
+    def train_step(self, loss_fn: Any, opt: Any, plan: Any, options: Any) -> Any:
+        """Make the train step of a plan with these stages."""

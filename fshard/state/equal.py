@@ -121,9 +121,10 @@ def copies(state: TrainState, ranks: Mesh, exact: bool, replicas: bool = False) 
     """
     mesh, data = state.plan.mesh, set(state.plan.data_axes)
     others = any(size > 1 and axis not in data for axis, size in mesh.shape.items())
-    found = entries(complete(state, ranks))
+    staged = state.plan.whole is not None  # ranks of other stages hold other leaves
+    found = entries(complete(state, mesh if staged else ranks))
     return [
         Copy(entry.name, entry.holders, entry.tensor, exact or not others, entry.piece.start)
-        for entry in (of_all_replicas(found, ranks) if replicas else found)
+        for entry in (of_all_replicas(found, mesh if staged else ranks) if replicas or staged else found)
         if len(entry.holders) > 1
     ]

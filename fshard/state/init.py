@@ -75,11 +75,12 @@ def init_state(
         "init_state(plan, opt, seed)",
         [("plan", plan, Plan, "what fs.make_plan returned"), ("seed", seed, int, "an int")],
     )
+    own = plan.own
     if shards is not None:
         if params is not None:
             raise PlanError("init_state was given params= and shards=: give whole tensors, or this rank's part of them")
-        flat = plan.check_tree(shards, whole=False, what="shards")
-        refuse_rounding(plan, flat, "shards")
+        flat = own.check_tree(shards, whole=False, what="shards")
+        refuse_rounding(own, flat, "shards")
 
         def value(path: str, piece: Piece) -> Tensor:
             return flat[path].detach().reshape(-1)
@@ -102,9 +103,9 @@ def init_state(
             return fresh_values(inits[path], fold(seed, path), plan.leaves[path].shape, piece, plan.mesh.device)
 
     if plan.mesh.size == 1:
-        return start(plan, opt, value, 0, seed)
+        return start(own, opt, value, 0, seed)
     told = samples(flat) if params is not None else {} if shards is not None else initializers_told(inits.items())
-    return start(plan, opt, value, 0, seed, Past(told, exact=shards is None))
+    return start(own, opt, value, 0, seed, Past(told, exact=shards is None))
 
 
 def _warn_of_own(plan: Plan, paths: Sequence[str]) -> None:

@@ -123,4 +123,7 @@ def make_train_step(
     asked = read_norms(norms, plan)
     options = Options(clip, skip_norm, skip, accumulate, donate, running, loss_scale, asked, skip_limit)
     warn_of_float16(plan, loss_scale)
+    if plan.stages is not None and plan.source is not None and plan.source.stages is not None:
+        made: TrainStep = plan.source.stages.train_step(loss_fn, opt, plan, options)
+        return made
     return TrainStep(loss_fn, opt, plan, options)

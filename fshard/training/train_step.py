@@ -81,16 +81,17 @@ class TrainStep(OneFunction):
         plan: Plan,
         options: Options,
         programs: Programs | None = None,
+        runner: Runner | None = None,
     ) -> None:
         self.opt, self.plan, self.options = opt, plan, options
         rule = contract(opt)
         self._updating = Updating(rule, plan, plan, options.clip)
         programs = programs or programs_of(plan, options, rule)
-        runner = self._runner = Runner(loss_fn, programs)
+        runner = self._runner = runner or Runner(loss_fn, programs)
         grads = gradients_of(plan, programs.memory, self._updating.slices({}))
         watch = watched(options.norms, plan, grads)
         self._decide = Decisions(rule, plan, options.clip, runner.parts, runner.divisor, grads, watch)
-        self._equal = Equal(plan, options.told(), opt, always=options.running.debug)
+        self._equal = Equal(plan.whole or plan, options.told(), opt, always=options.running.debug)
         self._skip = skip_rule(options)
         self._since: Mapping[str, int] = {}
         self._last: PendingUpdate | None = None  # the update that may still read the memory of this step's gradients
@@ -199,7 +200,7 @@ class TrainStep(OneFunction):
         runner, device = self._runner, self.plan.mesh.device
         latest = runner.latest
         flops = runner.finder.flops(batch)
-        busy = [row[0] for row in outcome.verdict.told] if self.plan.mesh.size > 1 else []
+        busy = [row[0] for row in outcome.verdict.told] if self.plan.mesh.together.size > 1 else []
         return RunReport(perf_counter() - begun, flops, device, latest.schedule, latest.record, latest.times, busy)
 
     def _conclude(

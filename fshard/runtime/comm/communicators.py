@@ -4,7 +4,7 @@ from fshard.errors import no_processes
 from fshard.runtime.comm.communicator import Communicator, SingleRank, SingleRankTransport, Transport
 from fshard.schedule.infos import communicators
 from fshard.schedule.transfers import KINDS
-from fshard.sharding.mesh import Axes
+from fshard.sharding.mesh import Axes, Mesh
 from fshard.sharding.plan import Plan
 
 
@@ -18,12 +18,11 @@ class Communicators:
 
     def __init__(self, plan: Plan, secondary: Axes = ()) -> None:
         self.plan, self.secondary = plan, secondary
-        self._transport: Transport | None = plan.mesh.transport or (
-            SingleRankTransport() if plan.mesh.size == 1 else None
-        )
+        self._transport, together = _transport_of(plan.mesh), plan.mesh.together
+        meeting = _transport_of(together)
         self._control: Communicator | None = None
-        if self._transport is not None:
-            self._control = self._transport.communicator("control", plan.mesh.axis_names)
+        if meeting is not None:
+            self._control = meeting.communicator("control", together.axis_names)
         self.made: dict[tuple[str, Axes], Communicator] = {}
         self._opened = False
 
@@ -36,7 +35,7 @@ class Communicators:
 
     @property
     def control(self) -> Communicator:
-        """The communicator of control messages, over the whole mesh. Raises PlanError on an abstract mesh."""
+        """The communicator of control messages, over all ranks that make a step. Raises PlanError on an abstract mesh."""
         if self._control is None:
             raise no_processes()
         return self._control
@@ -53,3 +52,9 @@ class Communicators:
         if self.plan.mesh.axis_size(axes) == 1:
             return SingleRank()
         return self.made[KINDS[kind].role, axes]
+
+
+def _transport_of(mesh: Mesh) -> Transport | None:
+    """Return what joins the ranks of a mesh; None on an abstract one."""
+    made: Transport | None = mesh.transport or (SingleRankTransport() if mesh.size == 1 else None)
+    return made

@@ -65,6 +65,10 @@ class Scheduled:
         self.times.append(perf_counter())
         self.cursor = position + 1
 
+    def before(self, kind: str, unit: str, index: int) -> None:
+        """Run everything that stands before this compute op, which is yet to come."""
+        self._run_to(max(self.route.positions[kind, unit, index, self.microbatch], self.cursor))
+
     def place(self, computing: bool) -> str:
         """The op that the step has come to, in words; with ``computing`` the latest compute op, whose code runs."""
         done = [at for at in range(self.cursor) if computing and self.ops[at].kind in COMPUTE_KINDS]

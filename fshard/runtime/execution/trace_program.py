@@ -8,9 +8,9 @@ values cannot run so; the first real step then finds the program on demand.
 import functools
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -187,18 +187,36 @@ def trace(fn: Callable[..., Any], plan: Plan, batch: Any, train: bool, remat: Re
     return None if found is None else found[0]
 
 
+class Watched(NamedTuple):
+    """A look at the calls of a traced program.
+
+    Attributes:
+        engine: makes the engine that runs it.
+        watch: makes the context in which it runs; the last of all modes.
+    """
+
+    engine: type[Engine] = Engine
+    watch: Callable[[Engine], AbstractContextManager[object]] = nullcontext
+
+
 def trace_in(
-    mode: ProgramMode, fn: Callable[..., Any], plan: Plan, batch: Any, train: bool, remat: Remat = NO_REMAT
+    mode: ProgramMode,
+    fn: Callable[..., Any],
+    plan: Plan,
+    batch: Any,
+    train: bool,
+    remat: Remat = NO_REMAT,
+    watched: Watched = Watched(),  # noqa: B008 - a frozen value
 ) -> tuple[ProgramTrace, Any] | None:
     """The program of a function, and what it returned, on a batch whose tensors may be fake ones of this mode already.
 
-    Arguments and errors are those of ``trace``.
+    Arguments and errors are those of ``trace``; ``watched`` sees the calls.
     """
     plan = traceable(plan)
     try:
-        return _traced_in(mode, fn, plan, batch, train, remat)
+        return _traced_in(mode, fn, plan, batch, train, remat, watched)
     except RematError:  # of a unit that the eager engine cannot compute again; a graph of it may
-        found = _traced_in(mode, fn, plan, batch, train, NO_REMAT)
+        found = _traced_in(mode, fn, plan, batch, train, NO_REMAT, watched)
         return None if found is None else (replace(found[0], remat=remat), found[1])
 
 
@@ -218,11 +236,17 @@ def on_device(plan: Plan, device: str) -> Plan:
 
 
 def _traced_in(
-    mode: ProgramMode, fn: Callable[..., Any], plan: Plan, batch: Any, train: bool, remat: Remat
+    mode: ProgramMode,
+    fn: Callable[..., Any],
+    plan: Plan,
+    batch: Any,
+    train: bool,
+    remat: Remat,
+    watched: Watched,
 ) -> tuple[ProgramTrace, Any] | None:
     moved: set[str] = set()
     watching: list[Activations] = []
-    engine = Engine(plan, functools.partial(_note_moved, plan, moved, watching), remat)
+    engine = watched.engine(plan, functools.partial(_note_moved, plan, moved, watching), remat)
     own: dict[Axes, None] = {}
     objects = [held(x) for x in opaque(batch)]
     try:
@@ -238,7 +262,8 @@ def _traced_in(
         engine.start(seen)
         inside = without_data(batch, mode, activations, plan.mesh, own)
         with inside, GlueWatch(engine, seen, train), torch.set_grad_enabled(train):
-            result = engine.run(fn, fake, train)
+            with watched.watch(engine):
+                result = engine.run(fn, fake, train)
             activations.begin_backward()
             weighted, foreign = _backward(engine, result) if train else (False, False)
     except Exception as error:

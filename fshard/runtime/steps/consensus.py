@@ -21,6 +21,9 @@ OK, FAILED, RETRY, CUT, STARVED = 0, 1, 2, 3, 4
 has failed, most likely because another rank's program is over. ``STARVED``: there was too little memory for a policy
 that is only being timed."""
 
+IDLE = -1.0
+"""The kind of the loss of a rank that has none."""
+
 MEANS = 16
 """Auxiliary means that travel in the row, or twice as many plain floats. More take an exchange of their own."""
 
@@ -40,6 +43,7 @@ class Tally:
         rules: its part of the squared norm of each clipping rule's leaves.
         means: the total and the count of each auxiliary mean, one behind the other.
         plain: the plain values that its function returned.
+        idle: whether it has no loss of its own, which is on the ranks of another stage.
     """
 
     status: int = OK
@@ -52,6 +56,7 @@ class Tally:
     rules: tuple[float, ...] = ()
     means: tuple[float, ...] = ()
     plain: PlainTold = PlainTold()
+    idle: bool = False
 
     @property
     def more(self) -> list[float]:
@@ -153,7 +158,7 @@ def tally_columns(mine: Tally, rules: int = 0, own: Sequence[float] = ()) -> "Co
     return {
         "square": ([mine.sumsq], 1),
         "loss": ([mine.total, mine.count], 2),
-        "kind": ([mine.weighted, *mine.named], 3),
+        "kind": ([IDLE if mine.idle else mine.weighted, *mine.named], 3),
         "stop": ([mine.stop], 1),
         "plain": ([mine.plain.number], 1),
         "rules": (mine.rules, rules),
@@ -177,17 +182,18 @@ def verdict_of(comm: Communicator, row: "JointRow", mine: Tally, parts: int, cop
         LossError: losses or auxiliary means differ in kind between ranks, or plain values that must be equal do; on all
             of them alike.
     """
+    telling = [rank for rank, kind in enumerate(row.told("kind")) if kind[0] != IDLE]
+    kinds = [row.told("kind")[rank] for rank in telling]
     if not any(row.status):
-        kinds = row.told("kind")
         if len({*map(tuple, kinds)}) > 1:
             raise unlike_losses([(bool(weighted), int(count), int(named)) for weighted, count, named in kinds])
-        check_equal(comm, [number for (number,) in row.told("plain")], mine.plain)
+        check_equal(comm, [row.told("plain")[rank][0] for rank in telling], mine.plain)
     total, count = row.summed("loss")
     loss = total / count if count else math.nan
     scale, elements = divided / parts, 0.0
-    if any([weighted for weighted, *_ in row.told("kind")]):
+    if any([weighted for weighted, *_ in kinds]):
         scale, elements = divided * copies / count if count else math.nan, count / copies
-    joint = [] if any(row.status) else columns_of(comm, row.told("more"), mine.more)
+    joint = [] if any(row.status) else columns_of(comm, [row.told("more")[rank] for rank in telling], mine.more)
     means, floats = _means(joint[: len(mine.means)]), joint[len(mine.means) :]
     return Verdict(
         status=row.status,

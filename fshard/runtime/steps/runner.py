@@ -71,12 +71,12 @@ class Runner:
         self.programs, self.plan, self.call = programs, programs.plan, call
         self.finder = Finder(fn, programs)
         self.latest = Latest()
-        self.rows = rows_of(self.plan)
+        self.rows = rows_of(self.plan.whole or self.plan)
         self.parts = self.plan.data_size * programs.accumulate
         self.in_backward = programs.train and programs.policy.update == "in_backward"
         self.divisor = divisor_of(self.plan, self.parts, self.in_backward)
         self.passes = Passes(fn, programs.train, self.in_backward, self.divisor)
-        self._meetings = Meetings(self.plan.mesh)
+        self._meetings = Meetings(self.plan.mesh.together)
         self._retries = 0
         self._told = False
 
@@ -132,7 +132,7 @@ class Runner:
         programs, batch, facts = self.programs, given.batch, Facts()
         try:
             given.refuse()
-            facts = given.facts() if self.plan.mesh.size > 1 else facts
+            facts = given.facts() if self.plan.mesh.together.size > 1 else facts
             check_device(batch, self.plan.mesh.device)
             if programs.train:
                 check_detached(batch)
@@ -373,7 +373,7 @@ class Runner:
         if verdict.worst == FAILED:
             if contest is not None:
                 contest.fail()
-            own = verdict.status[self.plan.mesh.rank]
+            own = verdict.status[self.plan.mesh.together.rank]
             raise_failure(self.programs.comms.control, outcome.end.failure, verdict.status, own)
         if contest is not None:
             contest.note(latest.times)

@@ -1,0 +1,68 @@
+"""Checking the schedules of all positions of a pipeline together: every send has its receive, and no rank waits for ever.
+
+Each schedule was checked alone. Here they run side by side on nothing but the rules of messages: a message arrives when
+it was sent and its receive was posted, and messages between two positions come in one order on both sides.
+"""
+
+from collections.abc import Mapping, Sequence
+
+from fshard.pipeline import staged_refusals
+from fshard.schedule.ops import Op
+from fshard.schedule.schedule import Schedule
+
+Key = tuple[str, int]
+"""An edge and a microbatch."""
+
+
+def check_joint(schedules: Sequence[Schedule], pairs: Mapping[str, tuple[int, int]]) -> None:
+    """Run the schedules of all positions together.
+
+    Args:
+        schedules: by position.
+        pairs: the positions that send and receive, by the name of an edge.
+
+    Raises:
+        ScheduleError: a message has no partner, two come in different orders, or ranks wait for each other.
+    """
+    _check_orders(schedules, pairs)
+    done: dict[str, set[Key]] = {"send": set(), "receive": set()}
+    at = [0] * len(schedules)
+    moved = True
+    while moved:
+        moved = False
+        for position, schedule in enumerate(schedules):
+            while at[position] < len(schedule) and _ready(schedule[at[position]], done):
+                at[position] += 1
+                moved = True
+    stuck = [position for position, schedule in enumerate(schedules) if at[position] < len(schedule)]
+    if stuck:
+        position = stuck[0]
+        op = schedules[position][at[position]]
+        sender, receiver = pairs[op.target]
+        other = receiver if sender == position else sender
+        there = at[other] < len(schedules[other])
+        problem = f"waits, and '{schedules[other][at[other]]}' waits, too," if there else "has no partner"
+        raise staged_refusals.unheard(position, str(op), other, problem)
+
+
+def _ready(op: Op, done: dict[str, set[Key]]) -> bool:
+    """Run an op; tell whether it could."""
+    key = op.target, op.microbatch
+    if op.kind in done:
+        done[op.kind].add(key)
+    elif op.kind in ("wait send", "wait receive"):
+        return key in done["send"] and key in done["receive"]
+    return True
+
+
+def _check_orders(schedules: Sequence[Schedule], pairs: Mapping[str, tuple[int, int]]) -> None:
+    """Compare the orders of sends and of receives between each two positions."""
+    for pair in dict.fromkeys(pairs.values()):
+        sent = [op for op in schedules[pair[0]] if op.kind == "send" and pairs[op.target] == pair]
+        heard = [op for op in schedules[pair[1]] if op.kind == "receive" and pairs[op.target] == pair]
+        for one, other in zip(sent, heard, strict=False):
+            if (one.target, one.microbatch) != (other.target, other.microbatch):
+                raise staged_refusals.unheard(pair[0], str(one), pair[1], f"meets '{other}'")
+        if len(sent) != len(heard):
+            position, rest = (0, sent[len(heard)]) if len(sent) > len(heard) else (1, heard[len(sent)])
+            raise staged_refusals.unheard(pair[position], str(rest), pair[1 - position], "has no partner")

@@ -1,0 +1,122 @@
+"""Messages between stages: what goes over an edge is one tensor a microbatch, on a communicator of its two positions."""
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from fshard.pipeline.rank_program import MessageKind
+from fshard.runtime.comm.communicator import Communicator, Handle, Transport
+from fshard.runtime.comm.device_streams import events
+from fshard.runtime.execution.route import Run, ScheduleActions
+from fshard.schedule.ops import Op
+from fshard.sharding.mesh import Mesh
+
+Key = tuple[str, int]
+"""An edge and a microbatch."""
+
+ROLE = "edge"
+"""How the roles of the communicators of edges begin."""
+
+
+class Mail:
+    """Sends and receives the messages of one rank.
+
+    Args:
+        mesh: the mesh of all stages.
+        axis: its axis of stages.
+        messages: what goes over each edge, by name.
+        pairs: the positions that send and receive, of all ranks.
+
+    Attributes:
+        outbox: what is to be sent, by edge and microbatch.
+        inbox: what has arrived.
+    """
+
+    def __init__(
+        self, mesh: Mesh, axis: str, messages: Mapping[str, MessageKind], pairs: Sequence[tuple[int, int]]
+    ) -> None:
+        self.mesh, self.axis, self.messages, self.pairs = mesh, axis, messages, pairs
+        self.comms: dict[tuple[int, int], Communicator] = {}
+        self.outbox: dict[Key, Tensor] = {}
+        self.inbox: dict[Key, Tensor] = {}
+        self._handles: dict[Key, Handle] = {}
+        self._arriving: dict[Key, Tensor] = {}
+
+    def open(self, transport: Transport) -> None:
+        """Make the communicators of all pairs of positions. Collective at its first call."""
+        for pair in self.pairs:
+            if pair not in self.comms:
+                self.comms[pair] = transport.communicator(f"{ROLE} {pair[0]}>{pair[1]}", (self.axis,))
+
+    def start(self) -> None:
+        """Begin a step."""
+        self.outbox.clear()
+        self.inbox.clear()
+        self._handles.clear()
+        self._arriving.clear()
+
+    def run(self, op: Op) -> Run:
+        """Return what an op of an edge does."""
+        verbs = {
+            "send": self._send,
+            "receive": self._receive,
+            "wait send": self._sent,
+            "wait receive": self._received,
+        }
+        return partial(verbs[op.kind], (op.target, op.microbatch))
+
+    def _send(self, key: Key) -> None:
+        kind = self.messages[key[0]]
+        value = self.outbox.pop(key, None)
+        if value is None:  # the program has failed, and others wait
+            value = torch.zeros(kind.edge.shape, dtype=kind.edge.dtype, device=self.mesh.device)
+        self._handles[key] = self._exchange(kind, kind.receiver, value.new_empty(0), value)
+
+    def _receive(self, key: Key) -> None:
+        kind = self.messages[key[0]]
+        value = torch.empty(kind.edge.shape, dtype=kind.edge.dtype, device=self.mesh.device)
+        self._arriving[key] = value
+        self._handles[key] = self._exchange(kind, kind.sender, value, value.new_empty(0))
+
+    def _sent(self, key: Key) -> None:
+        self._handles[key].wait()
+        del self._handles[key]
+
+    def _received(self, key: Key) -> None:
+        self._sent(key)
+        self.inbox[key] = self._arriving.pop(key)
+
+    def _exchange(self, kind: MessageKind, peer: int, out: Tensor, full: Tensor) -> Handle:
+        comm = self.comms[kind.sender, kind.receiver]
+        into, sent = (x.detach().contiguous().view(-1).view(torch.uint8) for x in (out, full))
+        receive, send = ([len(x) if at == peer else 0 for at in range(comm.size)] for x in (into, sent))
+        return comm.all_to_all(into, sent, receive, send, events(self.mesh.device))
+
+
+class MailActions:
+    """Performs the ops of a schedule that has edges.
+
+    Args:
+        inner: performs all other ops.
+        mail: sends and receives.
+    """
+
+    def __init__(self, inner: ScheduleActions, mail: Mail) -> None:
+        self.inner, self.mail, self.readable = inner, mail, inner.readable
+
+    def bind(self, ops: Sequence[Op]) -> list[Run | None]:
+        """Return what to call for each op; None for computes, updates, the handshake and the consensus."""
+        runs = self.inner.bind(ops)
+        return [
+            self.mail.run(op) if op.target in self.mail.messages else run for op, run in zip(ops, runs, strict=True)
+        ]
+
+    def apply(self, groups: Sequence[int]) -> None:
+        """Update these groups."""
+        self.inner.apply(groups)
+
+    def where(self, name: str) -> str:
+        """The unit and the leaves of a group, as an error names them."""
+        return self.inner.where(name)

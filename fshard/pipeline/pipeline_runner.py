@@ -1,0 +1,163 @@
+"""The runner of a train step whose model is cut into stages."""
+
+import functools
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from fshard.pipeline import staged_refusals
+from fshard.pipeline.check_joint import check_joint
+from fshard.pipeline.mail import Mail, MailActions
+from fshard.pipeline.orders import PipelineOrder
+from fshard.pipeline.rank_program import RankProgram, rank_program
+from fshard.pipeline.stage_engine import StageEngine
+from fshard.pipeline.staged_passes import StagedPasses
+from fshard.pipeline.staged_trace import StagedProgram, trace_stages
+from fshard.runtime.comm.facts import Facts, digest
+from fshard.runtime.engine.batch import check_detached, check_device, check_even, microbatches, shapes, signature
+from fshard.runtime.execution.executor import Scheduled
+from fshard.runtime.execution.observers import observers_of
+from fshard.runtime.execution.route import make_route
+from fshard.runtime.steps.consensus import Tally
+from fshard.runtime.steps.programs import Prepared, Programs
+from fshard.runtime.steps.rank_end import decline
+from fshard.runtime.steps.records import Agreed, Latest, PassResult, ProgramRun, Ready, StepRequest
+from fshard.runtime.steps.runner import Runner
+from fshard.schedule.build import build
+from fshard.schedule.check import check
+from fshard.schedule.ops import GroupInfo
+from fshard.schedule.policy import Policy
+from fshard.schedule.schedule import Schedule
+from fshard.sharding.plan import Plan
+
+OrderMaker = Callable[[Policy, int], PipelineOrder]
+"""Gives the order of a pipeline, of a policy and the number of microbatches."""
+
+InfosMaker = Callable[[Plan], tuple[GroupInfo, ...]]
+"""Gives what schedules know of the groups of a plan."""
+
+
+@dataclass(frozen=True)
+class StagedStep:
+    """A program on its way: what all positions do, and this rank's part, ready to run.
+
+    Attributes:
+        staged: the program, cut into stages.
+        rank: this rank's part.
+        schedules: those of all positions.
+        prepared: this rank's part, with its memory.
+        passes: runs it.
+    """
+
+    staged: StagedProgram
+    rank: RankProgram
+    schedules: tuple[Schedule, ...]
+    prepared: Prepared
+    passes: StagedPasses
+
+
+class PipelineRunner(Runner):
+    """Runs the stages of one rank of a plan.
+
+    Args:
+        fn: the loss function.
+        programs: the programs, of the plan of what this rank holds.
+        order: gives the order of the pipeline.
+        infos: gives what schedules know of the groups of a plan.
+    """
+
+    def __init__(self, fn: Any, programs: Programs, order: OrderMaker, infos: InfosMaker) -> None:
+        super().__init__(fn, programs)
+        self.order, self.infos = order, infos
+        self.staged: dict[Hashable, StagedStep] = {}
+
+    def _prepare(self, given: StepRequest) -> Ready:
+        programs, batch, facts = self.programs, given.batch, Facts()
+        try:
+            given.refuse()
+            facts = given.facts()
+            check_device(batch, self.plan.mesh.device)
+            check_detached(batch)
+            parts = microbatches(batch, programs.accumulate, self.plan.batch)
+            for number, part in enumerate(parts):
+                if shapes(part) != shapes(parts[0]):
+                    raise staged_refusals.other_shapes(number)
+            step = self.look(parts[0])
+            if not step.staged.trace.weighted:
+                check_even(batch, programs.accumulate)
+            prepared = step.prepared
+            assert prepared.route is not None
+            prepared.actions.start(given.shards, given.update, self.in_backward, given.accumulated, given.feedback)
+            actions = MailActions(prepared.actions, step.passes.mail)
+            executor = Scheduled(prepared.route, actions, given.shield, observers_of(self.plan.mesh))
+            self.latest = Latest(prepared.route.schedule, executor.record, executor.times, prepared)
+        except BaseException as error:
+            decline(programs.comms.control, self.call, batch, error)
+        return Ready(given, prepared, executor, parts, facts)
+
+    def look(self, part: Any) -> StagedStep:
+        """The step for microbatches like this one."""
+        key = signature(part), tuple(shapes(part))
+        if key not in self.staged:
+            self.staged[key] = self._made(part)
+        return self.staged[key]
+
+    def _made(self, part: Any) -> StagedStep:
+        """Trace, cut, schedule and place a program."""
+        programs, whole = self.programs, self.plan.whole
+        assert whole is not None and whole.stages is not None and isinstance(programs.policy, Policy)
+        staged = trace_stages(self.finder.fn, whole, part, programs.remat)
+        order = self.order(programs.policy, programs.accumulate)
+        mine = whole.mesh.index(whole.stages.axis)
+        ranks, schedules = [], []
+        for position in range(whole.mesh.axis_size(whole.stages.axis)):
+            plan = self.plan if position == mine else whole.at_position(position, self.plan.mesh)
+            rank = rank_program(staged, plan, self.infos(plan), order, position)
+            schedule = build(rank.step, rank.infos, programs.policy)
+            check(schedule)
+            ranks.append(rank)
+            schedules.append(schedule)
+        pairs = {name: (kind.sender, kind.receiver) for rank in ranks for name, kind in rank.messages.items()}
+        check_joint(schedules, pairs)
+        return self._placed(staged, ranks[mine], tuple(schedules), tuple(sorted(set(pairs.values()))))
+
+    def _placed(
+        self, staged: StagedProgram, rank: RankProgram, schedules: tuple[Schedule, ...], pairs: Any
+    ) -> StagedStep:
+        """A program with its memory."""
+        programs, whole = self.programs, self.plan.whole
+        assert whole is not None and whole.stages is not None
+        schedule = schedules[rank.position]
+        engine = functools.partial(StageEngine, staged=staged, stages=rank.stages)
+        found = replace(staged.trace, program=rank.program)
+        arena = programs.memory.new_arena(schedule.memory.arena_bytes)
+        placed = replace(programs, engine=engine).placed(found, arena, schedule.memory.offsets)
+        mail = Mail(whole.mesh, whole.stages.axis, rank.messages, pairs)
+        route = make_route(schedule, MailActions(placed.actions, mail))
+        number = digest([each.hash for each in schedules])
+        passes = StagedPasses(self.finder.fn, True, self.in_backward, self.divisor, staged=staged, rank=rank, mail=mail)
+        prepared = replace(placed, weighted=staged.trace.weighted, route=route, axes=staged.trace.axes, digest=number)
+        return StagedStep(staged, rank, schedules, prepared, passes)
+
+    def _step_of(self, prepared: Prepared) -> StagedStep:
+        return next(step for step in self.staged.values() if step.prepared is prepared)
+
+    def _handshake(self, ready: Ready) -> Agreed:
+        agreed = super()._handshake(ready)
+        self._step_of(ready.prepared).passes.mail.open(self._meetings.transport)
+        return agreed
+
+    def _tally(self, ran: ProgramRun) -> Tally:
+        """Read what this rank's stages came to."""
+        step = self._step_of(ran.agreed.ready.prepared)
+        return replace(super()._tally(ran), idle=step.rank.stages[-1] + 1 < len(step.staged.last))
+
+    def _program(self, agreed: Agreed) -> PassResult:
+        """Run the stages of this rank."""
+        executor, given = agreed.ready.executor, agreed.ready.request
+        assert isinstance(executor, Scheduled) and isinstance(agreed.ready.prepared.engine, StageEngine)
+        step = self._step_of(agreed.ready.prepared)
+        with given.randomness():
+            return step.passes.run_stages(
+                agreed.ready.prepared.engine, executor, agreed.ready.parts, given.loss_scale, given.shield.opened
+            )

@@ -1,0 +1,156 @@
+"""The part of a pipelined step on the ranks of one position: its calls, the order of its portions, and its messages."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from fshard.pipeline.orders import Action, PipelineOrder
+from fshard.pipeline.staged_trace import StagedProgram, ValueEdge
+from fshard.schedule.ops import ROOT, Call, GroupInfo, Program
+from fshard.schedule.step_program import Edge, Pass, Portion, StepProgram
+from fshard.schedule.transfers import EDGE, Transfer
+from fshard.sharding.plan import Plan
+from fshard.sharding.stage_table import StageTable
+
+
+class MessageKind(NamedTuple):
+    """The messages of one edge in one direction.
+
+    Attributes:
+        edge: the edge.
+        sender: the position that sends them.
+        receiver: the position that receives them.
+        gradient: whether they are gradients, which go back.
+    """
+
+    edge: ValueEdge
+    sender: int
+    receiver: int
+    gradient: bool
+
+
+@dataclass(frozen=True)
+class RankProgram:
+    """What the ranks of one position do in a step.
+
+    Attributes:
+        position: on the axis of stages.
+        stages: the numbers of its stages.
+        program: its calls, by the groups of its own plan.
+        step: the step.
+        infos: its groups, with one for each edge behind those of the plan.
+        actions: what it runs, in order.
+        messages: what goes over each edge, by the name of its group.
+        ends: for each microbatch, the stage whose backward is the last.
+    """
+
+    position: int
+    stages: tuple[int, ...]
+    program: Program
+    step: StepProgram
+    infos: tuple[GroupInfo, ...]
+    actions: tuple[Action, ...]
+    messages: Mapping[str, MessageKind]
+
+
+def rank_program(
+    staged: StagedProgram, plan: Plan, infos: Sequence[GroupInfo], order: PipelineOrder, position: int
+) -> RankProgram:
+    """Return what the ranks of a position do.
+
+    Args:
+        staged: the program, cut into stages.
+        plan: the plan of what they hold.
+        infos: its groups.
+        order: the order of the pipeline.
+        position: the position.
+    """
+    whole = plan.whole
+    assert whole is not None and whole.stages is not None
+    table, local = whole.stages, whole.stages.at(position)
+    program = _program(staged, plan, whole, local)
+    spans = _Spans(staged, program, local)
+    actions = tuple([action for action in order.ranks[position] if spans.of(action)[0] < spans.of(action)[1]])
+    portions = tuple([Portion(action.microbatch, *spans.of(action)) for action in actions])
+    messages = _messages(staged, table, position)
+    edges, more = [], list[GroupInfo]()
+    for name, kind in messages.items():
+        edges.append(Edge(len(infos) + len(more), spans.at(kind, position)))
+        more.append(_info(name, kind, position, table.axis))
+    own = {g: g for g, info in enumerate(infos) if info.trainable}
+    each = Pass(program, order.microbatches, own, portions, tuple(edges))
+    step = StepProgram((each,), own)
+    return RankProgram(position, local, program, step, (*infos, *more), actions, messages)
+
+
+def _program(staged: StagedProgram, plan: Plan, whole: Plan, local: Sequence[int]) -> Program:
+    """The calls of some stages: forwards stage by stage, and backwards in the opposite order of stages."""
+    ids = {group.name: group.id for group in plan.groups}
+    stage_of = dict(zip(staged.calls, staged.stages, strict=True))
+    traced = staged.trace.program
+    forward = [call for stage in local for call in traced.forward if stage_of[call] == stage]
+    backward = [call for stage in reversed(local) for call in traced.backward if stage_of[call] == stage]
+    units = dict.fromkeys(call.unit for call in forward)
+    reads = {unit: tuple([ids[whole.groups[group].name] for group in traced.reads[unit]]) for unit in units}
+    places = plan.places()
+    outside = dict.fromkeys(path for stage in local for path in staged.outside[stage])
+    reads[ROOT] = tuple(sorted({places[path][0].id for path in outside}))
+    return Program(tuple(forward), tuple(backward), reads)
+
+
+class _Spans:
+    """Where the stages of a position stand among the compute ops of a microbatch."""
+
+    def __init__(self, staged: StagedProgram, program: Program, local: Sequence[int]) -> None:
+        stage_of = dict(zip(staged.calls, staged.stages, strict=True))
+        self.spans: dict[tuple[int, str], tuple[int, int]] = {}
+        self.staged, self.program = staged, program
+        at, whole = 1, len(program.computes)
+        for stage in local:
+            end = at + sum(stage_of[call] == stage for call in program.forward)
+            self.spans[stage, "F"] = (0 if stage == local[0] else at, end)
+            at = end
+        for stage in reversed(local):
+            end = at + sum(stage_of[call] == stage for call in program.backward)
+            self.spans[stage, "B"] = (at, whole if stage == local[0] else end)
+            at = end
+        self.calls = {call: 1 + number for number, call in enumerate(program.forward)}
+
+    def of(self, action: Action) -> tuple[int, int]:
+        """The compute ops of an action."""
+        return self.spans[action.stage, action.kind]
+
+    def at(self, kind: MessageKind, position: int) -> int:
+        """The compute op after which a message is sent, or before which it is received."""
+        edge = kind.edge
+        if not kind.gradient:
+            if kind.sender == position:
+                return self.calls[self.staged.calls[edge.call]]
+            return self.spans[edge.target, "F"][0]
+        if kind.receiver == position:
+            return self.spans[edge.source, "B"][0]
+        first, end = self.spans[edge.target, "B"]
+        return end - 2 if end == len(self.program.computes) and end - 1 > first else end - 1
+
+
+def _messages(staged: StagedProgram, table: StageTable, position: int) -> dict[str, MessageKind]:
+    """The messages that a position sends and receives, by name."""
+    found = {}
+    for edge in staged.edges:
+        source, target = table.homes[edge.source], table.homes[edge.target]
+        if source == target or position not in (source, target):
+            continue
+        call: Call = staged.calls[edge.call]
+        found[f"{call}:{edge.output}>{edge.target}"] = MessageKind(edge, source, target, False)
+        if edge.grad:
+            found[f"{call}:{edge.output}<{edge.target}"] = MessageKind(edge, target, source, True)
+    return found
+
+
+def _info(name: str, kind: MessageKind, position: int, axis: str) -> GroupInfo:
+    """The group that stands for an edge."""
+    nbytes = kind.edge.nbytes
+    move = Transfer("receive", EDGE, EDGE, 0, nbytes, axis)
+    if kind.sender == position:
+        move = replace(move, kind="send", sent=nbytes, staging=0)
+    return GroupInfo(name, 0, 0, 0, False, (move,))

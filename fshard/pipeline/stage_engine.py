@@ -1,0 +1,187 @@
+"""Running one stage of a loss function: its own units run, and what other stages compute is received, or absent.
+
+The whole loss function runs on each stage, as it was written. A call of a unit of another stage returns what arrives
+over an edge where this stage needs it, and an *absent* value, which has a shape and no data, where it does not. Once the
+last unit of a stage has run, the function is left.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fshard import tree
+from fshard.errors import UnitError
+from fshard.model.leaves import LeafOrder
+from fshard.model.unit import Slot, Unit, attach, slot_of
+from fshard.pipeline.staged_trace import StagedProgram
+from fshard.runtime.engine.engine import Engine, Executor, Sink, Traits
+from fshard.runtime.engine.proxies import Mispredicted
+from fshard.runtime.engine.remat_rules import Remat, reentrant_refused
+from fshard.runtime.engine.units import Called, bare
+from fshard.schedule.ops import ROOT, Call
+from fshard.sharding.plan import Plan
+from fshard.torch_internals import FakeTensorMode
+
+Received = Mapping[tuple[int, int], Tensor]
+"""Values of other stages, by the number of the call and that of the output."""
+
+Keep = Callable[[tuple[int, int], Tensor], None]
+"""Takes an output that other stages need, by the numbers of its call and of the output."""
+
+
+class StageOver(BaseException):  # noqa: N818 - not an error: code must not catch it
+    """The last unit of a stage has run: nothing of the loss function behind it is needed here."""
+
+
+class StageEngine(Engine):
+    """Runs the stages of one rank.
+
+    Args:
+        plan: the plan of what this rank holds.
+        sink: receives the gradients of leaves.
+        remat: which units are computed again in their backward.
+        traits: what is known of the program.
+        staged: the program, cut into stages.
+        stages: the numbers of the stages of this rank.
+    """
+
+    def __init__(
+        self, plan: Plan, sink: Sink, remat: Remat, traits: Traits, staged: StagedProgram, stages: tuple[int, ...]
+    ) -> None:
+        super().__init__(plan, sink, remat, traits)
+        self.staged, self.stage, self.position = staged, -1, 0
+        self.received: Received = {}
+        self.keep: Keep = _forget
+        mode = FakeTensorMode(allow_non_fake_inputs=True)  # type: ignore[no-untyped-call]
+        with mode:
+            self._absent = [[_absent(leaf) for leaf in leaves] for _, leaves in staged.results]
+            self._trees = {stage: self._tree(stage) for stage in stages}
+        self._sent = {(edge.call, edge.output) for edge in staged.edges}
+        self._real: dict[tuple[int, Unit], tuple[Any, Any]] = {}
+
+    def forward(self, fn: Callable[..., Any], batch: Any, stage: int, received: Received, keep: Keep) -> Any:
+        """Run a stage on a microbatch.
+
+        Args:
+            fn: the loss function.
+            batch: the microbatch.
+            stage: the number of the stage.
+            received: values of other stages, leaves that require grad where their gradient goes back.
+            keep: called with each output that other stages need, as soon as it is there.
+
+        Returns:
+            What the function returned, on the last stage; else None.
+        """
+        self.stage, self.position, self.received, self.keep = stage, 0, received, keep
+        try:
+            return fn(self._trees[stage], batch)
+        except StageOver:
+            return None
+        finally:
+            self.inside, self.received = "", {}
+
+    def resume(self, executor: Executor) -> None:
+        """Begin the backward of a stage that ran before."""
+        self.executor, self.inside, self.under_way = executor, "", ""
+
+    def backward(
+        self, values: list[Tensor], grads: list[Tensor], ends: bool, done: Callable[[], None] = lambda: None
+    ) -> None:
+        """Run the backward of a stage. The gradients of all leaves go to the sink.
+
+        Args:
+            values: the loss, or the outputs that other stages need.
+            grads: their gradients.
+            ends: whether the microbatch has no further backward on this rank.
+            done: called when all gradients are there.
+        """
+        assert self.executor is not None
+        self.differentiating = True
+        with reentrant_refused():
+            torch.autograd.backward(values, grads)
+        done()
+        self._leave()
+        if ends:
+            self.executor.reach("backward", ROOT, 0)
+        for slots in self.slots.groups:
+            if slots.group.trainable and not bare(slots.leaves):
+                self._collect_outside(slots.group.id, slots.numbers, slots.leaves)
+        self.differentiating = False
+
+    def call(self, unit: Unit, params: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a unit of this stage; of one of another stage, return what arrived of it."""
+        if self.inside or self.executor is None or self.differentiating or self.stage < 0:
+            return super().call(unit, self._held(unit, params), args, kwargs)
+        number, staged = self.position, self.staged
+        self.position = number + 1
+        if number >= len(staged.calls):
+            raise Mispredicted(f"{unit!r} is called after the last unit of the program")
+        if staged.stages[number] != self.stage:
+            return self._elsewhere(number)
+        result = super().call(unit, self._held(unit, params), args, kwargs)
+        if number == staged.last[self.stage] and self.stage + 1 < len(staged.last):
+            raise StageOver
+        return result
+
+    def _eager(self, unit: Unit, called: Called, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a unit, and keep the outputs that other stages need."""
+        number = self.position - 1
+        if self.stage >= 0 and (due := self.staged.calls[number]) != Call(called.name, index):
+            raise Mispredicted(f"{Call(called.name, index)} is called where {due} is due")
+        result = super()._eager(unit, called, index, args, kwargs)
+        if self.stage >= 0:
+            for output, leaf in enumerate(tree.leaves(result)):
+                if (number, output) in self._sent:
+                    self.keep((number, output), leaf)
+        return result
+
+    def _elsewhere(self, number: int) -> Any:
+        """The result of a call of another stage."""
+        spec, _ = self.staged.results[number]
+        leaves = [self.received.get((number, output), leaf) for output, leaf in enumerate(self._absent[number])]
+        return tree.unflatten(spec, leaves)
+
+    def _held(self, unit: Unit, params: Any) -> Any:
+        """The slot leaves in the place of a tree of leaves as code between units sees them."""
+        held = self._real.get((id(params), unit))
+        if held is None or held[0] is not params:
+            held = self._real[id(params), unit] = params, tree.mapped(self._slot_leaf, params)
+        return held[1]
+
+    def _slot_leaf(self, leaf: Any) -> Any:
+        slot = slot_of(leaf)
+        if slot is None or slot.engine is not self:
+            return leaf
+        if slot.path not in self.slots.by_path:
+            raise UnitError(f"unit reads {slot.path}, which no stage of this rank holds: name it in fs.Stages(leaves=)")
+        return self.slots.by_path[slot.path]
+
+    def _tree(self, stage: int) -> dict[str, Any]:
+        """The parameters that the loss function is given on a stage: slot leaves, and absent ones of other stages."""
+        whole = self.plan.whole
+        assert whole is not None
+        outside = set(self.staged.outside[stage])
+        casting = next((slot.casting for slot in map(slot_of, self.slots.by_path.values()) if slot is not None), None)
+        leaves = dict[str, Tensor]()
+        for path, leaf in whole.leaves.items():
+            if path in outside:
+                leaves[path] = self.slots.by_path[path]
+                continue
+            group, _ = whole.places()[path]
+            leaves[path] = torch.empty(leaf.compute_shape, dtype=group.compute_dtype, device=self.plan.mesh.device)
+            attach(leaves[path], Slot(self, path, casting, leaf.shape))
+        order = LeafOrder("params", whole.leaves)
+        return order.tree([leaves[path] for path in order.paths])
+
+
+def _forget(place: tuple[int, int], value: Tensor) -> None:
+    """Keep nothing: no stage runs."""
+
+
+def _absent(leaf: Any) -> Any:
+    """A value without data; what is no tensor is as it was when the program was traced."""
+    if not isinstance(leaf, Tensor):
+        return leaf
+    return torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device=leaf.device)

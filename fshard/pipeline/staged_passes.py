@@ -1,0 +1,202 @@
+"""The passes of one rank of a pipeline: forwards and backwards of its stages, in the order of its schedule."""
+
+import functools
+import operator
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fshard import tree
+from fshard.pipeline.mail import Mail
+from fshard.pipeline.rank_program import RankProgram
+from fshard.pipeline.stage_engine import StageEngine
+from fshard.pipeline.staged_trace import StagedProgram, ValueEdge
+from fshard.runtime.engine.batch import marks_undone
+from fshard.runtime.engine.loss_result import Loss, check_data, check_differentiable, detached, read_loss
+from fshard.runtime.execution.executor import Scheduled
+from fshard.runtime.steps.passes import Context, Passes
+from fshard.runtime.steps.records import PassResult
+from fshard.schedule.ops import ROOT
+
+
+@dataclass
+class StageRun:
+    """A forward of a stage that waits for its backward.
+
+    Attributes:
+        loss: on the last stage.
+        values: the outputs that other stages read, by the numbers of call and output.
+        received: the values of other stages, likewise.
+    """
+
+    loss: Loss | None
+    values: dict[tuple[int, int], Tensor]
+    received: dict[tuple[int, int], Tensor]
+    grads: dict[tuple[int, int], list[Tensor]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class StagedPasses(Passes):
+    """The passes of the stages of one rank through the microbatches of a step.
+
+    Attributes:
+        staged: the program.
+        rank: this rank's part of it.
+        mail: its messages.
+    """
+
+    staged: StagedProgram
+    rank: RankProgram
+    mail: Mail
+
+    def run_stages(
+        self,
+        engine: StageEngine,
+        executor: Scheduled,
+        parts: Sequence[Any],
+        scale: float,
+        opened: Context = nullcontext,
+    ) -> PassResult:
+        """Run the stages of this rank on each microbatch.
+
+        Args:
+            engine: runs its units.
+            executor: runs the ops of its schedule.
+            parts: the microbatches.
+            scale: what the loss is multiplied by for the backward.
+            opened: the context of the user's code, where signals are let through.
+        """
+        runs: dict[tuple[int, int], StageRun] = {}
+        losses: dict[int, Loss] = {}
+        computes = self.rank.program.computes
+        self.mail.start()
+        try:
+            torch.clear_autocast_cache()  # as in a pass of one stage
+            with torch.autograd.set_multithreading_enabled(False), marks_undone(parts):
+                for action, portion in zip(self.rank.actions, self.rank.step.passes[0].order, strict=True):
+                    microbatch, first = action.microbatch, computes[portion.first]
+                    executor.begin_microbatch(microbatch)
+                    executor.before(first.kind, first.target, first.index)
+                    key = action.stage, microbatch
+                    if action.kind == "F":
+                        run = runs[key] = self._forward(engine, executor, parts[microbatch], key, runs, opened)
+                        if run.loss is not None:
+                            losses[microbatch] = run.loss
+                    else:
+                        self._backward(engine, executor, key, runs, scale, opened)
+        finally:
+            engine.stop()
+        return self._measured(losses)
+
+    def _forward(
+        self,
+        engine: StageEngine,
+        executor: Scheduled,
+        part: Any,
+        key: tuple[int, int],
+        runs: dict[tuple[int, int], StageRun],
+        opened: Context,
+    ) -> StageRun:
+        """Run a stage on a microbatch."""
+        stage, microbatch = key
+        engine.start(executor)
+        if stage == self.rank.stages[0]:
+            executor.reach("forward", ROOT, 0)
+        run = StageRun(None, {}, self._arrived(key, runs))
+
+        def keep(place: tuple[int, int], value: Tensor) -> None:
+            run.values[place] = value
+            for name in self._names(place):
+                self.mail.outbox[name, microbatch] = value
+
+        with opened():
+            result = engine.forward(self.fn, part, stage, run.received, keep)
+        if stage + 1 == len(self.staged.last):
+            run.loss = read_loss(result)
+            check_differentiable(run.loss)
+            check_data(result)
+        return run
+
+    def _backward(
+        self,
+        engine: StageEngine,
+        executor: Scheduled,
+        key: tuple[int, int],
+        runs: dict[tuple[int, int], StageRun],
+        scale: float,
+        opened: Context,
+    ) -> None:
+        """Run the backward of a stage on a microbatch."""
+        stage, microbatch = key
+        run = runs.pop(key)
+        values, grads = [], []
+        if run.loss is not None:
+            values.append(run.loss.total)
+            grads.append(torch.full_like(run.loss.total, scale / self.divisor))
+        for place, value in run.values.items():
+            found = [*run.grads.get(place, ()), *self._answers(place, microbatch)]
+            if found:
+                values.append(value)
+                grads.append(functools.reduce(operator.add, found))
+
+        def done() -> None:
+            for edge in self.staged.edges:
+                place = edge.call, edge.output
+                if edge.target == stage and edge.grad:
+                    leaf = run.received[place]
+                    self._return(edge, leaf.grad if leaf.grad is not None else torch.zeros_like(leaf), microbatch, runs)
+
+        with opened():
+            engine.resume(executor)
+            engine.backward(values, grads, stage == self.rank.stages[0], done)
+
+    def _arrived(self, key: tuple[int, int], runs: Mapping[tuple[int, int], StageRun]) -> dict[tuple[int, int], Tensor]:
+        """The values of other stages that a stage reads, as leaves of a graph of their own."""
+        stage, microbatch = key
+        found = {}
+        for edge in self.staged.edges:
+            if edge.target == stage:
+                place = edge.call, edge.output
+                name = self._message(edge, ">")
+                local = name not in self.mail.messages
+                value = (
+                    runs[edge.source, microbatch].values[place] if local else self.mail.inbox.pop((name, microbatch))
+                )
+                found[place] = value.detach().requires_grad_(edge.grad)
+        return found
+
+    def _answers(self, place: tuple[int, int], microbatch: int) -> Iterator[Tensor]:
+        """The gradients that came from other ranks of a value that was sent."""
+        for edge in self.staged.edges:
+            name = self._message(edge, "<")
+            if (edge.call, edge.output) == place and name in self.mail.messages:
+                yield self.mail.inbox.pop((name, microbatch))
+
+    def _return(self, edge: ValueEdge, grad: Tensor, microbatch: int, runs: Mapping[tuple[int, int], StageRun]) -> None:
+        """Give the gradient of a value back to the stage that computed it."""
+        name = self._message(edge, "<")
+        if name in self.mail.messages:
+            self.mail.outbox[name, microbatch] = grad
+        else:
+            runs[edge.source, microbatch].grads.setdefault((edge.call, edge.output), []).append(grad)
+
+    def _names(self, place: tuple[int, int]) -> list[str]:
+        """The messages that send an output."""
+        names = [self._message(edge, ">") for edge in self.staged.edges if (edge.call, edge.output) == place]
+        return [name for name in names if name in self.mail.messages]
+
+    def _message(self, edge: ValueEdge, way: str) -> str:
+        return f"{self.staged.calls[edge.call]}:{edge.output}{way}{edge.target}"
+
+    def _measured(self, losses: Mapping[int, Loss]) -> PassResult:
+        """The losses of all microbatches; without elements on ranks that do not hold the last stage."""
+        if not losses:
+            return PassResult([(torch.zeros((), dtype=self.staged.loss_dtype, device="cpu"), 0.0)], (), False)
+        found = [losses[microbatch] for microbatch in sorted(losses)]
+        totals = [(loss.total.detach(), 1.0 if loss.count is None else loss.count) for loss in found]
+        aux = [tree.mapped(detached, loss.aux) if loss.aux else loss.aux for loss in found]
+        return PassResult(totals, aux, found[0].count is not None)

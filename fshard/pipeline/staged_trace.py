@@ -1,0 +1,244 @@
+"""Tracing a program for a pipeline: which values go from stage to stage, found by one run on fake tensors.
+
+A value that code between units computes is computed again on each stage that needs it. What it is computed from, outputs
+of units of earlier stages, is what travels: an *edge*. So the code between units has no stage of its own, and needs no
+graph: each rank runs the loss function as it is, and units of other stages are not called there.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fshard import tree
+from fshard.model.unit import Unit, slot_of
+from fshard.pipeline import staged_refusals
+from fshard.runtime.engine.engine import Engine
+from fshard.runtime.engine.loss_result import means_of, read_loss
+from fshard.runtime.engine.program_mode import ProgramMode
+from fshard.runtime.engine.remat_rules import NO_REMAT, Remat
+from fshard.runtime.execution import ProgramTrace
+from fshard.runtime.execution.trace_program import Watched, trace_in
+from fshard.runtime.memory.slots import storage_of
+from fshard.runtime.steps.consensus import MEANS
+from fshard.schedule.ops import Call
+from fshard.sharding.plan import Plan
+from fshard.sharding.stage_table import StageTable
+from fshard.torch_internals import TorchDispatchMode
+
+Source = tuple[int, int] | str
+"""An output of a call of a unit, as the numbers of both, or the path of a leaf."""
+
+Sources = frozenset[Source]
+NONE: Sources = frozenset()
+
+
+class ValueEdge(NamedTuple):
+    """An output of a unit that another stage reads.
+
+    Attributes:
+        call: the number of the call, among those of the program.
+        output: the number of the tensor, among the leaves of its result.
+        source: the stage of the call.
+        target: the stage that reads it.
+        shape: of one microbatch's.
+        dtype: of the tensor.
+        grad: whether its gradient comes back.
+    """
+
+    call: int
+    output: int
+    source: int
+    target: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    grad: bool
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of one message."""
+        return torch.Size(self.shape).numel() * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class StagedProgram:
+    """A program cut into stages.
+
+    Attributes:
+        trace: the whole program, by the groups of the whole plan.
+        stages: the stage of each call, in order.
+        edges: the values that go from stage to stage.
+        outside: for each stage, the paths of the leaves that its code between units reads.
+        results: for each call, the structure of its result and the leaves of that: fake tensors and plain values.
+        last: for each stage, the number of its last call.
+        loss_dtype: the dtype of the loss.
+    """
+
+    trace: ProgramTrace
+    stages: tuple[int, ...]
+    edges: tuple[ValueEdge, ...]
+    outside: tuple[tuple[str, ...], ...]
+    results: tuple[tuple[Any, Sequence[Any]], ...]
+    last: tuple[int, ...]
+    loss_dtype: torch.dtype = torch.float32
+
+    @property
+    def calls(self) -> tuple[Call, ...]:
+        """The calls of units, in order."""
+        return self.trace.program.forward
+
+
+class _CallRecord(NamedTuple):
+    """A call of a unit: what it was given came from these sources, and what it returned."""
+
+    needs: Sources
+    spec: Any
+    leaves: Sequence[Any]
+
+
+class SourceEngine(Engine):
+    """Runs a program on fake tensors, and writes down where the inputs of units come from."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.records: list[_CallRecord] = []
+        self.watch = SourceWatch(self)
+
+    def call(self, unit: Unit, params: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call a unit, and note sources of its inputs and of its outputs."""
+        if self.inside or self.executor is None or self.differentiating:
+            return super().call(unit, params, args, kwargs)
+        needs = self.watch.of((args, kwargs))
+        result = super().call(unit, params, args, kwargs)
+        leaves, spec = tree.flatten(result)
+        for number, leaf in enumerate(leaves):
+            if isinstance(leaf, Tensor):
+                self.watch.begin(leaf, frozenset({(len(self.records), number)}))
+        self.records.append(_CallRecord(needs, spec, leaves))
+        return result
+
+
+class SourceWatch(TorchDispatchMode):
+    """Follows values through code between units, storage by storage."""
+
+    def __init__(self, engine: SourceEngine) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.engine = engine
+        self.sources: dict[int | None, Sources] = {}
+        self.kept: list[Tensor] = []  # as long as it is followed, no other tensor has its storage
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run an op; its results come from what its arguments come from."""
+        result = func(*args, **(kwargs or {}))
+        if not self.engine.inside and not self.engine.differentiating:
+            found = self.of((args, kwargs))
+            for leaf in tree.leaves(result) if found else ():
+                if isinstance(leaf, Tensor):
+                    self.begin(leaf, found)
+        return result
+
+    def of(self, values: Any) -> Sources:
+        """The sources of all tensors in some values."""
+        found = NONE
+        for leaf in tree.leaves(values):
+            if isinstance(leaf, Tensor):
+                slot = slot_of(leaf)
+                found |= self.sources.get(storage_of(leaf), NONE) if slot is None else {slot.path}
+        return found
+
+    def begin(self, value: Tensor, sources: Sources) -> None:
+        """Note the sources of a tensor."""
+        self.kept.append(value)
+        self.sources[storage_of(value)] = sources
+
+    def leaves_of(self, engine: Engine) -> None:
+        """Note the leaves themselves, whose views have no slot."""
+        for path, leaf in engine.slots.by_path.items():
+            self.begin(leaf, frozenset({path}))
+
+
+def trace_stages(fn: Any, plan: Plan, batch: Any, remat: Remat = NO_REMAT) -> StagedProgram:
+    """Trace a loss function and cut it into the stages of a plan.
+
+    Args:
+        fn: the loss function.
+        plan: the plan of all stages.
+        batch: a microbatch.
+        remat: which units are computed again in their backward.
+
+    Raises:
+        PlanError: the program depends on values of tensors, its calls do not go from stage to stage in order, or a
+            stage needs a leaf that it does not hold.
+        LossError, UnitError: the function breaks a rule, or whatever it raises itself.
+    """
+    assert plan.stages is not None
+    engines: list[SourceEngine] = []
+
+    def watch(engine: Engine) -> SourceWatch:
+        assert isinstance(engine, SourceEngine)
+        engines.append(engine)
+        engine.watch.leaves_of(engine)
+        return engine.watch
+
+    found = trace_in(ProgramMode(), fn, plan, batch, True, remat, Watched(SourceEngine, watch))
+    if found is None:
+        raise staged_refusals.depends_on_values()
+    trace, result = found
+    engine, loss = engines[-1], read_loss(result)
+    numbers = [number for mean in means_of(loss.aux) for number in (mean.total, mean.count)]
+    if len(numbers) > 2 * MEANS:
+        raise staged_refusals.many_means(len(numbers) // 2, MEANS)
+    if trace.inner:
+        raise staged_refusals.differentiates_units(sorted(trace.inner))
+    staged = _cut(trace, engine.records, engine.watch.of((loss.total, loss.count, loss.aux, numbers)), plan.stages)
+    return replace(staged, loss_dtype=loss.total.dtype)
+
+
+def _cut(trace: ProgramTrace, records: Sequence[_CallRecord], result: Sources, table: StageTable) -> StagedProgram:
+    calls = trace.program.forward
+    stages = tuple([table.units[call.unit] for call in calls])
+    count = len(table.homes)
+    if problems := _unordered(calls, stages, count):
+        raise staged_refusals.bad_cut(problems)
+    needs: list[Sources] = [NONE] * count
+    for stage, record in zip(stages, records, strict=True):
+        needs[stage] |= record.needs
+    needs[-1] |= result
+    lacking, outside = [], []
+    for stage, sources in enumerate(needs):
+        paths = sorted(source for source in sources if isinstance(source, str))
+        lacking += [(path, stage) for path in paths if stage not in table.leaves[path]]
+        outside.append(tuple(paths))
+    if lacking:
+        raise staged_refusals.lacks_leaves(lacking, table.leaves)
+    edges = tuple(_edges(needs, stages, records))
+    last = [max(number for number, stage in enumerate(stages) if stage == at) for at in range(count)]
+    results = tuple([(record.spec, record.leaves) for record in records])
+    return StagedProgram(trace, stages, edges, tuple(outside), results, tuple(last))
+
+
+def _unordered(calls: Sequence[Call], stages: Sequence[int], count: int) -> list[str]:
+    """List what is wrong with the order of calls."""
+    found = [
+        f"{calls[at]} of stage {stages[at]} is called after {calls[at - 1]} of stage {stages[at - 1]}"
+        for at in range(1, len(calls))
+        if stages[at] < stages[at - 1]
+    ]
+    return found + [f"no unit of stage {stage} is called" for stage in range(count) if stage not in stages]
+
+
+def _edges(needs: Sequence[Sources], stages: Sequence[int], records: Sequence[_CallRecord]) -> list[ValueEdge]:
+    """The outputs of calls that other stages need, in the order of calls."""
+    found = []
+    for target, sources in enumerate(needs):
+        for source in sources:
+            if isinstance(source, str) or stages[source[0]] == target:
+                continue
+            call, output = source
+            leaf = records[call].leaves[output]
+            found.append(
+                ValueEdge(call, output, stages[call], target, tuple(leaf.shape), leaf.dtype, leaf.requires_grad)
+            )
+    return sorted(found, key=lambda edge: edge[:4])
