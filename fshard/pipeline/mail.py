@@ -48,7 +48,7 @@ class Mail:
         """Make the communicators of all pairs of positions. Collective at its first call."""
         for pair in self.pairs:
             if pair not in self.comms:
-                self.comms[pair] = transport.communicator(f"{ROLE} {pair[0]}>{pair[1]}", (self.axis,))
+                self.comms[pair] = transport.between(ROLE, self.axis, pair)
 
     def start(self) -> None:
         """Begin a step."""
@@ -90,6 +90,8 @@ class Mail:
 
     def _exchange(self, kind: MessageKind, peer: int, out: Tensor, full: Tensor) -> Handle:
         comm = self.comms[kind.sender, kind.receiver]
+        if comm.size < self.mesh.axis_size(self.axis):  # one of these two positions alone
+            peer = sorted((kind.sender, kind.receiver)).index(peer)
         into, sent = (x.detach().contiguous().view(-1).view(torch.uint8) for x in (out, full))
         receive, send = ([len(x) if at == peer else 0 for at in range(comm.size)] for x in (into, sent))
         return comm.all_to_all(into, sent, receive, send, events(self.mesh.device))

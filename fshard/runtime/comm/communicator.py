@@ -61,6 +61,12 @@ class Transport(Protocol):
     def communicator(self, role: str, axes: Axes) -> Communicator:
         """The communicator of a role, such as a kind of transfer, over these axes. Collective at its first call."""
 
+    def between(self, role: str, axis: str, pair: tuple[int, int]) -> Communicator:
+        """A communicator that two positions on an axis use: of these two alone, or of all along the axis.
+
+        Collective on the whole mesh at its first call.
+        """
+
     def part(self, mesh: Any) -> "Transport":
         """The transport of a part of the mesh, whose communicators its ranks make alone."""
 
@@ -126,6 +132,10 @@ class SingleRankTransport:
     asynchronous: bool = False
 
     def communicator(self, role: str, axes: Axes) -> Communicator:
+        """The communicator of one rank."""
+        return SingleRank()
+
+    def between(self, role: str, axis: str, pair: tuple[int, int]) -> Communicator:
         """The communicator of one rank."""
         return SingleRank()
 

@@ -105,6 +105,10 @@ class ProcessTransport:
             self.comms[role, axes] = self._made(role, axes)
         return self.comms[role, axes]
 
+    def between(self, role: str, axis: str, pair: tuple[int, int]) -> Communicator:
+        """A communicator of all ranks along an axis, which two positions use: no other one waits for them."""
+        return self.communicator(f"{role} {pair[0]}>{pair[1]}", (axis,))
+
     def part(self, mesh: Any) -> "ProcessTransport":
         """The transport of a part of the mesh, made once for each."""
         from fshard.runtime.comm.part_transport import PartTransport  # a kind of this class
