@@ -7,9 +7,11 @@ import torch
 from torch import Tensor
 
 from fshard.pipeline.rank_program import MessageKind
+from fshard.pipeline.stage_sums import StageSums
 from fshard.runtime.comm.communicator import Communicator, Handle, Transport
 from fshard.runtime.comm.device_streams import events
-from fshard.runtime.execution.route import Run, ScheduleActions
+from fshard.runtime.execution.actions import Actions
+from fshard.runtime.execution.route import Run
 from fshard.schedule.ops import Op
 from fshard.sharding.mesh import Mesh
 
@@ -48,7 +50,7 @@ class Mail:
         """Make the communicators of all pairs of positions. Collective at its first call."""
         for pair in self.pairs:
             if pair not in self.comms:
-                self.comms[pair] = transport.between(ROLE, self.axis, pair)
+                self.comms[pair] = transport.between(f"{ROLE} {pair[0]}>{pair[1]}", self.axis, pair)
 
     def start(self) -> None:
         """Begin a step."""
@@ -98,22 +100,33 @@ class Mail:
 
 
 class MailActions:
-    """Performs the ops of a schedule that has edges.
+    """Performs the ops of a schedule of stages.
 
     Args:
-        inner: performs all other ops.
+        inner: performs the ops that steps without stages have, too.
         mail: sends and receives.
+        sums: adds up gradients of leaves that several stages hold.
     """
 
-    def __init__(self, inner: ScheduleActions, mail: Mail) -> None:
-        self.inner, self.mail, self.readable = inner, mail, inner.readable
+    def __init__(self, inner: Actions, mail: Mail, sums: StageSums) -> None:
+        self.inner, self.mail, self.sums, self.readable = inner, mail, sums, inner.readable
+
+    def open(self, transport: Transport) -> None:
+        """Make the communicators between stages. Collective at its first call."""
+        self.mail.open(transport)
+        self.sums.open(transport)
 
     def bind(self, ops: Sequence[Op]) -> list[Run | None]:
         """Return what to call for each op; None for computes, updates, the handshake and the consensus."""
-        runs = self.inner.bind(ops)
-        return [
-            self.mail.run(op) if op.target in self.mail.messages else run for op, run in zip(ops, runs, strict=True)
-        ]
+        own = {at: run for at, op in enumerate(ops) if (run := self._own(op)) is not None}
+        others = iter(self.inner.bind([op for at, op in enumerate(ops) if at not in own]))
+        return [own[at] if at in own else next(others) for at in range(len(ops))]
+
+    def _own(self, op: Op) -> Run | None:
+        """Return what to call for an op that steps without stages do not have."""
+        if op.target in self.mail.messages:
+            return self.mail.run(op)
+        return self.sums.run(op) if op.kind in ("stage_sum", "wait stage_sum") else None
 
     def apply(self, groups: Sequence[int]) -> None:
         """Update these groups."""

@@ -11,6 +11,7 @@ from fshard.pipeline.mail import Mail, MailActions
 from fshard.pipeline.orders import PipelineOrder
 from fshard.pipeline.rank_program import RankProgram, rank_program
 from fshard.pipeline.stage_engine import StageEngine
+from fshard.pipeline.stage_sums import StageSums
 from fshard.pipeline.staged_passes import StagedPasses
 from fshard.pipeline.staged_trace import StagedProgram, trace_stages
 from fshard.runtime.comm.facts import Facts, digest
@@ -47,6 +48,7 @@ class StagedStep:
         schedules: those of all positions.
         prepared: this rank's part, with its memory.
         passes: runs it.
+        actions: what the ops of its schedule do.
     """
 
     staged: StagedProgram
@@ -54,6 +56,7 @@ class StagedStep:
     schedules: tuple[Schedule, ...]
     prepared: Prepared
     passes: StagedPasses
+    actions: MailActions
 
 
 class PipelineRunner(Runner):
@@ -88,8 +91,7 @@ class PipelineRunner(Runner):
             prepared = step.prepared
             assert prepared.route is not None
             prepared.actions.start(given.shards, given.update, self.in_backward, given.accumulated, given.feedback)
-            actions = MailActions(prepared.actions, step.passes.mail)
-            executor = Scheduled(prepared.route, actions, given.shield, observers_of(self.plan.mesh))
+            executor = Scheduled(prepared.route, step.actions, given.shield, observers_of(self.plan.mesh))
             self.latest = Latest(prepared.route.schedule, executor.record, executor.times, prepared)
         except BaseException as error:
             decline(programs.comms.control, self.call, batch, error)
@@ -133,18 +135,19 @@ class PipelineRunner(Runner):
         arena = programs.memory.new_arena(schedule.memory.arena_bytes)
         placed = replace(programs, engine=engine).placed(found, arena, schedule.memory.offsets)
         mail = Mail(whole.mesh, whole.stages.axis, rank.messages, pairs)
-        route = make_route(schedule, MailActions(placed.actions, mail))
+        actions = MailActions(placed.actions, mail, StageSums(whole, self.plan, placed.actions.gradients))
+        route = make_route(schedule, actions)
         number = digest([each.hash for each in schedules])
         passes = StagedPasses(self.finder.fn, True, self.in_backward, self.divisor, staged=staged, rank=rank, mail=mail)
         prepared = replace(placed, weighted=staged.trace.weighted, route=route, axes=staged.trace.axes, digest=number)
-        return StagedStep(staged, rank, schedules, prepared, passes)
+        return StagedStep(staged, rank, schedules, prepared, passes, actions)
 
     def _step_of(self, prepared: Prepared) -> StagedStep:
         return next(step for step in self.staged.values() if step.prepared is prepared)
 
     def _handshake(self, ready: Ready) -> Agreed:
         agreed = super()._handshake(ready)
-        self._step_of(ready.prepared).passes.mail.open(self._meetings.transport)
+        self._step_of(ready.prepared).actions.open(self._meetings.transport)
         return agreed
 
     def _tally(self, ran: ProgramRun) -> Tally:

@@ -65,13 +65,12 @@ class VirtualTransport:
             thread.scheduler.lives.join(role, self.mesh.rank)
         return VirtualCommunicator(role, f"{role}({'+'.join(axes)})", members, self.mesh.rank, self.host)
 
-    def between(self, role: str, axis: str, pair: tuple[int, int]) -> Communicator:
-        """The communicator of two positions on an axis; of one rank for all others."""
+    def between(self, role: str, axis: str, positions: tuple[int, ...]) -> Communicator:
+        """The communicator of some positions on an axis; of one rank for all others."""
         along = self.mesh.ranks(axis)
-        members = tuple(sorted(along[position] for position in pair))
+        members = tuple(sorted(along[position] for position in positions))
         if self.mesh.rank not in members:
             return SingleRank()
-        role = f"{role} {pair[0]}>{pair[1]}"
         if (thread := self._playing()) is not None:
             thread.scheduler.lives.join(role, self.mesh.rank)
         return VirtualCommunicator(role, f"{role}({axis})", members, self.mesh.rank, self.host)

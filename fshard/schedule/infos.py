@@ -203,7 +203,8 @@ def _path(plan: Plan, group: Group, info: GroupInfo) -> tuple[Transfer, ...]:
         staging = group.parts * size if form is not None and group.travels else 0
         axes = "+".join(group.gather_axes)
         path.append(Transfer("all_gather", STATE, "param", (group.parts - 1) * size, staging, axes, wire=_name(form)))
-    if group.trainable and (group.scatter_parts > 1 or replicas > 1 or group.offloaded or info.left_bytes):
+    summed = group.scatter_parts > 1 or replicas > 1 or group.holders > 1
+    if group.trainable and (summed or group.offloaded or info.left_bytes):
         path += _reductions(plan, group, info, replicas)
     return tuple(path)
 
@@ -225,6 +226,9 @@ def _reductions(plan: Plan, group: Group, info: GroupInfo, replicas: int) -> lis
         axes = group.sum_axes if group.second_scatter else group.rest_axes
         form = group.wires.get("replica_reduce")
         made.append(Transfer("replica_reduce", "shard", own, summed, staging, "+".join(axes), wire=_name(form)))
+    if group.holders > 1 and plan.whole is not None and plan.whole.stages is not None:
+        size, others = group.owned.chunk * group.dtype.itemsize, group.holders - 1
+        made.append(Transfer("stage_sum", own, own, others * size, others * size, plan.whole.stages.axis))
     if group.offloaded and group.owned.chunk:  # it has no feedback
         size = group.owned.chunk * group.dtype.itemsize
         made.append(Transfer("offload", own if summed else "shard", HOST, size))

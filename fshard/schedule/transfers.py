@@ -14,6 +14,7 @@ kind                stage     from -> to                                      is
 ``regather``        read      ``second`` -> ``param``, after a ``reshard``    before the next compute that reads it
 ``reduce_scatter``  gradient  ``grad`` -> ``shard``, summed over ranks        when the next would exceed the limit
 ``replica_reduce``  gradient  ``shard`` -> ``shard``, or ``own``              when the next would exceed the limit
+``stage_sum``       gradient  ``shard`` or ``own`` -> itself, over stages     when the next would exceed the limit
 ``offload``         gradient  ``shard`` or ``own`` -> host memory             when the next would exceed the limit
 ``update_gather``   updated   own range of the state -> shard of the state    before the first all-gather or reader
 ``send``            edge      a value of this rank's part of a pipeline       when the next on its edge is sent
@@ -98,6 +99,7 @@ _ROWS = (
     Kind("regather", "read", "staging of gathers again", lane="all_gather"),
     Kind("reduce_scatter", "gradient", "staging of reductions", each_microbatch=True, link="reduces"),
     Kind("replica_reduce", "gradient", "staging of sums", link="reduces", spare=1, slow=True),
+    Kind("stage_sum", "gradient", "staging of sums over stages", link="reduces", spare=1, slow=True),
     Kind("offload", "gradient", "staging of copies", link="", spare=1),
     Kind("send", "edge", "staging of sends", each_microbatch=True),
     Kind("receive", "edge", "received values", each_microbatch=True),

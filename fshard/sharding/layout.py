@@ -58,6 +58,7 @@ class Group:
         opt_axes: those of ``sum_axes`` that cut the shard further for the optimizer: each rank updates a part of it,
             and receives the other parts after the update.
         opt_parts: the number of these parts, the size of ``opt_axes``.
+        holders: in a pipeline, how many positions on the axis of stages hold the leaves, whose gradients add up.
     """
 
     id: int
@@ -72,6 +73,7 @@ class Group:
     chunk: int
     opt_axes: Axes = ()
     opt_parts: int = 1
+    holders: int = 1
 
     @functools.cached_property
     def owned(self) -> "Group":

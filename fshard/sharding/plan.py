@@ -180,7 +180,8 @@ class Plan:
         held = {path for path in self.leaves if position in self.stages.positions(path)}
         mine = [group for group in self.groups if group.leaves[0].path in held]
         leaves = {path: leaf for path, leaf in self.leaves.items() if path in held}
-        groups = tuple([dataclasses.replace(group, id=number) for number, group in enumerate(mine)])
+        counts = [len(self.stages.positions(group.leaves[0].path)) for group in mine]
+        groups = tuple([dataclasses.replace(one, id=n, holders=counts[n]) for n, one in enumerate(mine)])
         return Plan(mesh, self.batch, leaves, groups, self.inits, self.precision, None, self.code, None, self)
 
     def places(self) -> dict[str, tuple[Group, int]]:

@@ -61,8 +61,8 @@ class Transport(Protocol):
     def communicator(self, role: str, axes: Axes) -> Communicator:
         """The communicator of a role, such as a kind of transfer, over these axes. Collective at its first call."""
 
-    def between(self, role: str, axis: str, pair: tuple[int, int]) -> Communicator:
-        """A communicator that two positions on an axis use: of these two alone, or of all along the axis.
+    def between(self, role: str, axis: str, positions: tuple[int, ...]) -> Communicator:
+        """A communicator that some positions on an axis use: of these alone, or of all along the axis.
 
         Collective on the whole mesh at its first call.
         """
@@ -135,7 +135,7 @@ class SingleRankTransport:
         """The communicator of one rank."""
         return SingleRank()
 
-    def between(self, role: str, axis: str, pair: tuple[int, int]) -> Communicator:
+    def between(self, role: str, axis: str, positions: tuple[int, ...]) -> Communicator:
         """The communicator of one rank."""
         return SingleRank()
 

@@ -105,9 +105,9 @@ class ProcessTransport:
             self.comms[role, axes] = self._made(role, axes)
         return self.comms[role, axes]
 
-    def between(self, role: str, axis: str, pair: tuple[int, int]) -> Communicator:
-        """A communicator of all ranks along an axis, which two positions use: no other one waits for them."""
-        return self.communicator(f"{role} {pair[0]}>{pair[1]}", (axis,))
+    def between(self, role: str, axis: str, positions: tuple[int, ...]) -> Communicator:
+        """A communicator of all ranks along an axis, which some positions use: no other one waits for them."""
+        return self.communicator(role, (axis,))
 
     def part(self, mesh: Any) -> "ProcessTransport":
         """The transport of a part of the mesh, made once for each."""

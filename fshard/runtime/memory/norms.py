@@ -27,4 +27,4 @@ def norms_of(shards: list[Tensor]) -> Sequence[Tensor]:
 
 def share_of(group: Group, mesh: Mesh) -> float:
     """The factor for sums over a group's elements on this rank, so that over all ranks each element counts once."""
-    return mesh.axis_size(group.owned.gather_axes + group.leaves[0].compute.axes) / mesh.size
+    return mesh.axis_size(group.owned.gather_axes + group.leaves[0].compute.axes) / mesh.size / group.holders
