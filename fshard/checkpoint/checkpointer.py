@@ -372,7 +372,8 @@ class Checkpointer:
             slices = self._snapshot.take(slices)
             for one in states.values():
                 one.shards().readers.append(self._snapshot.finish)
-        return Save(rank, path, head_of(states, user), slices)
+        staged = any(one.plan.whole is not None for one in states.values())
+        return Save(rank, path, head_of(states, user), slices, staged)
 
     def _start(self, comm: Communicator, save: Save) -> None:
         """Write in another thread, which is no daemon: the process ends after its checkpoint is on disk."""

@@ -102,12 +102,12 @@ def prepare(folder: str, manifest: Manifest, request: RestoreRequest) -> tuple[T
     blank: list[Entry] = []
     try:
         past = Past(made={}, run=RunIdentity({manifest.run_id}))
-        state = assemble(request.plan, request.opt, blank.append, values, past)
+        state = assemble(request.plan.own, request.opt, blank.append, values, past)
     except ShardError:
         raise
     except (KeyError, TypeError, ValueError) as error:
         raise damaged(folder, [f"its scalars {dict(values)} make no state: {error!r}"]) from error
-    mesh, saved = request.plan.mesh, {name: info.shape for name, info in manifest.tensors.items()}
+    mesh, saved = request.plan.own.mesh, {name: info.shape for name, info in manifest.tensors.items()}
     blank = with_replicas(of_all_replicas(blank, mesh), mesh, saved)
     names = stored_names(folder, manifest, blank, request)
     rest = [entry for entry in blank if entry.name not in names] if request.rules is not None else []
@@ -138,12 +138,22 @@ def stored_names(path: str, manifest: Manifest, entries: Sequence[Entry], reques
     extra = []
     if request.rules is None:  # without an optimizer its tensors may be left
         start = "" if request.opt is not None else "params."
-        extra = [f"extra  {n}  {info}" for n, info in have.items() if n not in wanted and n.startswith(start)]
+        other = _of_other_stages(request.plan)
+        extra = [
+            f"extra  {n}  {info}"
+            for n, info in have.items()
+            if n not in wanted and n.startswith(start) and not n.endswith(other)
+        ]
     if missing or extra or wrong:
         counts = f"{len(missing)} missing, {len(extra)} extra, {len(wrong)} mismatched of {len(have)} tensors"
         rows = [row for kind in (missing, extra, wrong) for row in listed(kind)]
         raise TreeError(lines(f"{path} does not fit the plan ({counts}):", rows, _remedy([*missing, *extra])))
     return wanted
+
+
+def _of_other_stages(plan: Plan) -> tuple[str, ...]:
+    """How the names of tensors end that ranks of other stages read."""
+    return () if plan.stages is None else tuple([f".{path}" for path in plan.leaves if path not in plan.own.leaves])
 
 
 def _by_name(entries: Sequence[Entry], have: Container[str]) -> dict[str, str]:

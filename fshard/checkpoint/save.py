@@ -11,6 +11,7 @@ from fshard.checkpoint.folder import CheckpointFolder, discard
 from fshard.checkpoint.manifest import Extent, Manifest, TensorInfo, inconsistent, read_extent, read_file
 from fshard.checkpoint.ranges import Slice
 from fshard.checkpoint.states import all_entries, all_scalars, one_mesh, step_of, whole_entries
+from fshard.checkpoint.tensorfile import DTYPES, NAMES
 from fshard.checkpoint.when import Retention
 from fshard.checkpoint.write import packed, write_files
 from fshard.data.loader import without_position
@@ -24,12 +25,16 @@ from fshard.version import VERSION
 
 @dataclass(frozen=True)
 class Save:
-    """One rank's part of a save: the temporary folder, the manifest without files and extents, and what to write."""
+    """One rank's part of a save: the temporary folder, the manifest without files and extents, and what to write.
+
+    Where a model is cut into stages, ``staged``, each rank knows the tensors of its own.
+    """
 
     rank: int
     path: str
     head: Manifest
     slices: list[Slice]
+    staged: bool = False
 
 
 def head_of(states: Mapping[str, TrainState], user: Mapping[str, Any]) -> Manifest:
@@ -43,9 +48,10 @@ def head_of(states: Mapping[str, TrainState], user: Mapping[str, Any]) -> Manife
 
 def save_facts(state: TrainState, user: Mapping[str, Any], options: Mapping[str, Any]) -> Facts:
     """Return what must be equal on all ranks of a save: state, copies, the user's JSON and options."""
-    tensors = {entry.name: f"{entry.dtype} {list(entry.shape)}" for entry in whole_entries(state)}
-    own = {name: json.dumps(value) for name, value in user.items()}
-    return Equal(state.plan, {**own, **options, "tensor": tensors}, always=True, replicas=True).of(state)
+    whole = state.plan.whole  # ranks of other stages have other tensors, and other schedules
+    tensors = {entry.name: f"{entry.dtype} {list(entry.shape)}" for entry in whole_entries(state) if whole is None}
+    own = {name: json.dumps(value) for name, value in user.items() if whole is None or name != "schedule"}
+    return Equal(whole or state.plan, {**own, **options, "tensor": tensors}, always=True, replicas=True).of(state)
 
 
 def write_and_commit(comm: Communicator, folder: CheckpointFolder, retention: Retention, save: Save) -> None:
@@ -74,17 +80,25 @@ def remove_failed(comm: Communicator, rank: int, path: str, error: BaseException
 
 def _write(save: Save) -> dict[str, Any]:
     with file_errors("write to", save.path):
-        return write_files(save.path, save.rank, packed(save.slices))
+        written = write_files(save.path, save.rank, packed(save.slices))
+    if save.staged:
+        known = save.head.tensors.items()
+        written["tensors"] = {name: [NAMES[info.dtype], info.shape, info.spec] for name, info in known}
+    return written
 
 
 def complete(head: Manifest, written: Sequence[Mapping[str, Any]]) -> Manifest:
     """The manifest of all ranks' files, as from ``write_files``, which must hold every element of the state once."""
     files = {name: read_file(name, row) for rank in written for name, row in rank["files"].items()}
-    extents: dict[str, list[Extent]] = {name: [] for name in head.tensors}
+    known = {**head.tensors}
+    for rank in written:
+        for name, (dtype, shape, spec) in rank.get("tensors", {}).items():
+            known.setdefault(name, TensorInfo(tuple(shape), DTYPES[dtype], spec, ()))
+    extents: dict[str, list[Extent]] = {name: [] for name in known}
     for rank in written:
         for name, rows in rank["extents"].items():
             extents[name] += [read_extent(number, row) for number, row in enumerate(rows)]
-    tensors = {name: replace(info, extents=tuple(extents[name])) for name, info in head.tensors.items()}
+    tensors = {name: replace(info, extents=tuple(extents[name])) for name, info in known.items()}
     manifest = replace(head, files=files, tensors=tensors)
     problems = list(inconsistent(manifest))
     if problems:

@@ -125,6 +125,6 @@ def copies(state: TrainState, ranks: Mesh, exact: bool, replicas: bool = False) 
     found = entries(complete(state, mesh if staged else ranks))
     return [
         Copy(entry.name, entry.holders, entry.tensor, exact or not others, entry.piece.start)
-        for entry in (of_all_replicas(found, mesh if staged else ranks) if replicas or staged else found)
+        for entry in (of_all_replicas(found, ranks) if replicas else found)
         if len(entry.holders) > 1
     ]

@@ -24,6 +24,7 @@ from fshard.runtime.memory import keep, memory_space
 from fshard.sharding.code import initialized_by
 from fshard.sharding.layout import Group, Piece, global_index
 from fshard.sharding.plan import Plan
+from fshard.sharding.stage_table import StageTable
 from fshard.state.elementwise import know_shards
 from fshard.state.fit import check_optimizer
 from fshard.state.flat_maps import cut_leaves, cut_pieces, join_leaves, join_pieces, narrow, widen
@@ -179,6 +180,7 @@ def shard(full: Mapping[str, Any], plan: Plan) -> dict[str, Any]:
     plan.mesh.check_device()
     if plan.mesh.everywhere:
         return tree.nest(flat)
+    plan = plan.own
     out: dict[str, Tensor] = {}
     for group in plan.groups:
         placed = [flat[leaf.path].to(device=plan.mesh.device, dtype=group.dtype) for leaf in group.leaves]
@@ -229,8 +231,17 @@ def unshard(params: Mapping[str, Any], plan: Plan) -> dict[str, Any]:
         return tree.nest({path: leaf.detach().clone() for path, leaf in given.items()})
     if plan.mesh.transport is None and plan.mesh.size > 1:
         raise no_processes()
-    flat = _some_leaves(params, plan, False)
+    own = plan.own
+    flat = _some_leaves(params, own, False)
     enter(plan.mesh, "unshard")
+    out = _gathered(flat, own)
+    if plan.stages is not None:
+        out = _of_all_stages(out, plan, plan.stages)
+    return tree.nest({path: out[path] for path in plan.leaves if path in out})
+
+
+def _gathered(flat: Mapping[str, Tensor], plan: Plan) -> dict[str, Tensor]:
+    """The whole tensors of this rank's parts of some leaves, on every rank that has a part."""
     out: dict[str, Tensor] = {}
     for group in [group for group in plan.groups if group.leaves[0].path in flat]:
         chunk = join_pieces(group, plan.mesh, [flat[leaf.path] for leaf in group.leaves])
@@ -238,7 +249,21 @@ def unshard(params: Mapping[str, Any], plan: Plan) -> dict[str, Any]:
         for leaf, tensor in zip(group.leaves, cut_leaves(group, full), strict=True):
             # Its own memory: the buffer of the group would live as long as any view of it.
             out[leaf.path] = widen(leaf, plan.mesh, tensor).clone(memory_format=torch.contiguous_format)
-    return tree.nest({path: out[path] for path in plan.leaves if path in out})
+    return out
+
+
+def _of_all_stages(own: Mapping[str, Tensor], plan: Plan, stages: StageTable) -> dict[str, Tensor]:
+    """The whole tensors of all stages, given those of this rank's. Collective along the axis of stages."""
+    out: dict[str, Tensor] = {}
+    idle = not any(not leaf.trainable and path in own for path, leaf in plan.own.leaves.items())
+    for path, leaf in plan.leaves.items():
+        if idle and not leaf.trainable:
+            continue
+        mine = own.get(path)
+        row = torch.zeros(leaf.shape, dtype=leaf.dtype, device=plan.mesh.device) if mine is None else mine
+        rows = apply(row.reshape(-1), Collect(Ranks(plan.mesh, (stages.axis,)), -1))
+        out[path] = rows.view(-1, row.numel())[stages.positions(path)[0]].view(leaf.shape).clone()
+    return out
 
 
 def _of_each_rank(trees: list[Any], plan: Plan) -> dict[str, Any]:

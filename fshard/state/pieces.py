@@ -77,7 +77,21 @@ def entries_of(plan: Plan, shards: Sequence[Shard], unpacked: Container[str] = (
         else:
             out += _packed_entries(plan, name, group, number, shard)
     names = dict.fromkeys(name for shard in shards for name in shard.opt)
-    return out + [entry for name in names for entry in _opt_entries(plan, name, shards)]
+    out += [entry for name in names for entry in _opt_entries(plan, name, shards)]
+    return out if plan.whole is None else [_of_all_stages(entry, plan, plan.whole) for entry in out]
+
+
+def _of_all_stages(entry: Entry, plan: Plan, whole: Plan) -> Entry:
+    """The entry of a plan of some stages with its holders as ranks of the mesh of all stages."""
+    stages = whole.stages
+    assert stages is not None
+    if entry.name.startswith(PARAMS):
+        path = entry.name.removeprefix(PARAMS).split(":")[0]
+    else:
+        path = split_name(entry.name, plan.leaves)[1]
+    ranks = [whole.mesh.ranks(stages.axis, plan.mesh.members[rank]) for rank in entry.holders]
+    held = [along[position] for along in ranks for position in stages.positions(path)]
+    return replace(entry, holders=tuple(sorted(held)))
 
 
 def packed_names(path: str, form: WireFormat | None) -> tuple[str, ...]:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fshard.sharding.layout import Piece
 from fshard.sharding.mesh import Mesh
-from fshard.sharding.part_mesh import PartMesh, ReplicaMesh
+from fshard.sharding.part_mesh import ReplicaMesh
 from fshard.sharding.spec import P, Shape, axes_of
 from fshard.state.pieces import PARAMS, Entry
 
@@ -23,12 +23,8 @@ ANCHOR, DELTA = "opt.anchor.", "opt.delta."
 
 
 def of_all_replicas(entries: Iterable[Entry], mesh: Mesh) -> list[Entry]:
-    """Entries of one replica, as parts of those of all; other entries as they are, held by ranks of the whole mesh."""
-    if isinstance(mesh, ReplicaMesh):
-        return [_lifted(entry, mesh) for entry in entries]
-    if isinstance(mesh, PartMesh):
-        return [replace(one, holders=tuple([mesh.members[rank] for rank in one.holders])) for one in entries]
-    return [*entries]
+    """Entries of one replica, as parts of those of all; other entries as they are."""
+    return [_lifted(entry, mesh) for entry in entries] if isinstance(mesh, ReplicaMesh) else [*entries]
 
 
 def with_replicas(entries: list[Entry], mesh: Mesh, saved: Mapping[str, Shape]) -> list[Entry]:
