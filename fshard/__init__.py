@@ -146,6 +146,7 @@ __all__ = [
     "Rows",
     "Rule",
     "Schedule",
+    "Stages",
     "TrainState",
     "VerifyError",
     "Whole",

@@ -1,4 +1,4 @@
-"""Messages between stages: what goes over an edge is one tensor a microbatch, on a communicator of its two positions."""
+"""Messages between stages: over an edge goes one tensor a microbatch, on a communicator of its two positions."""
 
 from collections.abc import Mapping, Sequence
 from functools import partial

@@ -67,12 +67,14 @@ class PipelineRunner(Runner):
         programs: the programs, of the plan of what this rank holds.
         order: gives the order of the pipeline.
         infos: gives what schedules know of the groups of a plan.
+        call: what ranks call it when they compare their calls.
     """
 
-    def __init__(self, fn: Any, programs: Programs, order: OrderMaker, infos: InfosMaker) -> None:
-        super().__init__(fn, programs)
+    def __init__(self, fn: Any, programs: Programs, order: OrderMaker, infos: InfosMaker, call: str) -> None:
+        super().__init__(fn, programs, call)
         self.order, self.infos = order, infos
         self.staged: dict[Hashable, StagedStep] = {}
+        self.latest_step: StagedStep | None = None
 
     def _prepare(self, given: StepRequest) -> Ready:
         programs, batch, facts = self.programs, given.batch, Facts()
@@ -80,13 +82,14 @@ class PipelineRunner(Runner):
             given.refuse()
             facts = given.facts()
             check_device(batch, self.plan.mesh.device)
-            check_detached(batch)
+            if programs.train:
+                check_detached(batch)
             parts = microbatches(batch, programs.accumulate, self.plan.batch)
             for number, part in enumerate(parts):
                 if shapes(part) != shapes(parts[0]):
                     raise staged_refusals.other_shapes(number)
-            step = self.look(parts[0])
-            if not step.staged.trace.weighted:
+            step = self.latest_step = self.look(parts[0])
+            if programs.train and not step.staged.trace.weighted:
                 check_even(batch, programs.accumulate)
             prepared = step.prepared
             assert prepared.route is not None
@@ -108,14 +111,14 @@ class PipelineRunner(Runner):
         """Trace, cut, schedule and place a program."""
         programs, whole = self.programs, self.plan.whole
         assert whole is not None and whole.stages is not None and isinstance(programs.policy, Policy)
-        staged = trace_stages(self.finder.fn, whole, part, programs.remat)
+        staged = trace_stages(self.finder.fn, whole, part, programs.train, programs.remat)
         order = self.order(programs.policy, programs.accumulate)
         mine = whole.mesh.index(whole.stages.axis)
         ranks, schedules = [], []
         for position in range(whole.mesh.axis_size(whole.stages.axis)):
             plan = self.plan if position == mine else whole.at_position(position, self.plan.mesh)
-            rank = rank_program(staged, plan, self.infos(plan), order, position)
-            schedule = build(rank.step, rank.infos, programs.policy)
+            rank = rank_program(staged, plan, self.infos(plan), order, position, programs.train)
+            schedule = build(rank.step, rank.infos, programs.policy, 1, programs.train)
             check(schedule)
             ranks.append(rank)
             schedules.append(schedule)
@@ -138,7 +141,8 @@ class PipelineRunner(Runner):
         actions = MailActions(placed.actions, mail, StageSums(whole, self.plan, placed.actions.gradients))
         route = make_route(schedule, actions)
         number = digest([each.hash for each in schedules])
-        passes = StagedPasses(self.finder.fn, True, self.in_backward, self.divisor, staged=staged, rank=rank, mail=mail)
+        settings = self.finder.fn, programs.train, self.in_backward, self.divisor
+        passes = StagedPasses(*settings, staged=staged, rank=rank, mail=mail)
         prepared = replace(placed, weighted=staged.trace.weighted, route=route, axes=staged.trace.axes, digest=number)
         return StagedStep(staged, rank, schedules, prepared, passes, actions)
 

@@ -54,7 +54,7 @@ class RankProgram:
 
 
 def rank_program(
-    staged: StagedProgram, plan: Plan, infos: Sequence[GroupInfo], order: PipelineOrder, position: int
+    staged: StagedProgram, plan: Plan, infos: Sequence[GroupInfo], order: PipelineOrder, position: int, train: bool
 ) -> RankProgram:
     """Return what the ranks of a position do.
 
@@ -64,6 +64,7 @@ def rank_program(
         infos: its groups.
         order: the order of the pipeline.
         position: the position.
+        train: whether there are gradients.
     """
     whole = plan.whole
     assert whole is not None and whole.stages is not None
@@ -77,9 +78,9 @@ def rank_program(
     for name, kind in messages.items():
         edges.append(Edge(len(infos) + len(more), spans.at(kind, position)))
         more.append(_info(name, kind, position, table.axis))
-    own = {g: g for g, info in enumerate(infos) if info.trainable}
+    own = {g: g for g, info in enumerate(infos) if info.trainable and train}
     each = Pass(program, order.microbatches, own, portions, tuple(edges))
-    step = StepProgram((each,), own)
+    step = StepProgram((each,), dict(own))
     return RankProgram(position, local, program, step, (*infos, *more), actions, messages)
 
 

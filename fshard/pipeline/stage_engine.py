@@ -1,8 +1,8 @@
 """Running one stage of a loss function: its own units run, and what other stages compute is received, or absent.
 
 The whole loss function runs on each stage, as it was written. A call of a unit of another stage returns what arrives
-over an edge where this stage needs it, and an *absent* value, which has a shape and no data, where it does not. Once the
-last unit of a stage has run, the function is left.
+over an edge where this stage needs it, and an *absent* value, which has a shape and no data, where it does not. Once
+the last unit of a stage has run, the function is left.
 """
 
 from collections.abc import Callable, Mapping
@@ -125,12 +125,12 @@ class StageEngine(Engine):
             raise StageOver
         return result
 
-    def _eager(self, unit: Unit, called: Called, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _result(self, unit: Unit, called: Called, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a unit, and keep the outputs that other stages need."""
         number = self.position - 1
         if self.stage >= 0 and (due := self.staged.calls[number]) != Call(called.name, index):
             raise Mispredicted(f"{Call(called.name, index)} is called where {due} is due")
-        result = super()._eager(unit, called, index, args, kwargs)
+        result = super()._result(unit, called, index, args, kwargs)
         if self.stage >= 0:
             for output, leaf in enumerate(tree.leaves(result)):
                 if (number, output) in self._sent:

@@ -66,4 +66,3 @@ class StageSums:
         mine.copy_(rows[0])
         for row in rows[1:]:
             mine.add_(row)
-

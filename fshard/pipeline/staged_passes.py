@@ -14,7 +14,7 @@ from fshard import tree
 from fshard.pipeline.mail import Mail
 from fshard.pipeline.rank_program import RankProgram
 from fshard.pipeline.stage_engine import StageEngine
-from fshard.pipeline.staged_trace import StagedProgram, ValueEdge
+from fshard.pipeline.staged_trace import NOTHING, StagedProgram, ValueEdge, told_leaves, told_values
 from fshard.runtime.engine.batch import marks_undone
 from fshard.runtime.engine.loss_result import Loss, check_data, check_differentiable, detached, read_loss
 from fshard.runtime.execution.executor import Scheduled
@@ -28,15 +28,17 @@ class StageRun:
     """A forward of a stage that waits for its backward.
 
     Attributes:
-        loss: on the last stage.
+        result: what the function returned, on the last stage.
+        loss: on the last stage, in training.
         values: the outputs that other stages read, by the numbers of call and output.
         received: the values of other stages, likewise.
     """
 
-    loss: Loss | None
     values: dict[tuple[int, int], Tensor]
     received: dict[tuple[int, int], Tensor]
     grads: dict[tuple[int, int], list[Tensor]] = field(default_factory=dict)
+    result: Any = None
+    loss: Loss | None = None
 
 
 @dataclass(frozen=True)
@@ -71,7 +73,7 @@ class StagedPasses(Passes):
             opened: the context of the user's code, where signals are let through.
         """
         runs: dict[tuple[int, int], StageRun] = {}
-        losses: dict[int, Loss] = {}
+        ended: dict[int, StageRun] = {}
         computes = self.rank.program.computes
         self.mail.start()
         try:
@@ -84,13 +86,18 @@ class StagedPasses(Passes):
                     key = action.stage, microbatch
                     if action.kind == "F":
                         run = runs[key] = self._forward(engine, executor, parts[microbatch], key, runs, opened)
-                        if run.loss is not None:
-                            losses[microbatch] = run.loss
-                    else:
+                        if self._last(action.stage):
+                            ended[microbatch] = run
+                    elif self.train:
                         self._backward(engine, executor, key, runs, scale, opened)
+                    else:
+                        executor.reach("backward", ROOT, 0)
         finally:
             engine.stop()
-        return self._measured(losses)
+        return self._measured([ended[microbatch] for microbatch in sorted(ended)])
+
+    def _last(self, stage: int) -> bool:
+        return stage + 1 == len(self.staged.last)
 
     def _forward(
         self,
@@ -106,19 +113,20 @@ class StagedPasses(Passes):
         engine.start(executor)
         if stage == self.rank.stages[0]:
             executor.reach("forward", ROOT, 0)
-        run = StageRun(None, {}, self._arrived(key, runs))
+        run = StageRun({}, self._arrived(key, runs))
 
         def keep(place: tuple[int, int], value: Tensor) -> None:
             run.values[place] = value
             for name in self._names(place):
                 self.mail.outbox[name, microbatch] = value
 
-        with opened():
-            result = engine.forward(self.fn, part, stage, run.received, keep)
-        if stage + 1 == len(self.staged.last):
-            run.loss = read_loss(result)
-            check_differentiable(run.loss)
-            check_data(result)
+        with torch.set_grad_enabled(self.train), opened():
+            run.result = engine.forward(self.fn, part, stage, run.received, keep)
+        if self._last(stage):
+            check_data(run.result)
+            if self.train:
+                run.loss = read_loss(run.result)
+                check_differentiable(run.loss)
         return run
 
     def _backward(
@@ -192,11 +200,16 @@ class StagedPasses(Passes):
     def _message(self, edge: ValueEdge, way: str) -> str:
         return f"{self.staged.calls[edge.call]}:{edge.output}{way}{edge.target}"
 
-    def _measured(self, losses: Mapping[int, Loss]) -> PassResult:
-        """The losses of all microbatches; without elements on ranks that do not hold the last stage."""
-        if not losses:
-            return PassResult([(torch.zeros((), dtype=self.staged.loss_dtype, device="cpu"), 0.0)], (), False)
-        found = [losses[microbatch] for microbatch in sorted(losses)]
-        totals = [(loss.total.detach(), 1.0 if loss.count is None else loss.count) for loss in found]
-        aux = [tree.mapped(detached, loss.aux) if loss.aux else loss.aux for loss in found]
-        return PassResult(totals, aux, found[0].count is not None)
+    def _measured(self, runs: Sequence[StageRun]) -> PassResult:
+        """The results of all microbatches; on ranks without the last stage, what they learn of them."""
+        if not self.train:
+            return PassResult((), [run.result for run in runs] or [told_leaves(self.staged.result)])
+        if not runs:
+            loss = read_loss(self.staged.result)
+            none = torch.zeros((), dtype=loss.total.dtype, device="cpu"), 0.0
+            aux = told_values(loss.aux)
+            return PassResult([none], [{} if aux is NOTHING else aux], loss.count is not None)
+        losses = [run.loss for run in runs if run.loss is not None]
+        totals = [(loss.total.detach(), 1.0 if loss.count is None else loss.count) for loss in losses]
+        aux = [tree.mapped(detached, loss.aux) if loss.aux else loss.aux for loss in losses]
+        return PassResult(totals, aux, losses[0].count is not None)

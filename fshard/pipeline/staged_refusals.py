@@ -37,11 +37,6 @@ def lacks_leaves(lacking: Sequence[tuple[str, int]], stages: Mapping[str, Sequen
     return PlanError(lines("stages: code outside of units reads leaves of other stages:", rows, remedy))
 
 
-def many_means(count: int, most: int) -> PlanError:
-    """More auxiliary numbers than travel with the loss."""
-    return PlanError(f"stages: the loss function returns {count} auxiliary means, and {most} at most go with stages=")
-
-
 def other_shapes(number: int) -> PlanError:
     """Microbatches of unequal shapes."""
     return PlanError(

@@ -1,11 +1,11 @@
 """Tracing a program for a pipeline: which values go from stage to stage, found by one run on fake tensors.
 
-A value that code between units computes is computed again on each stage that needs it. What it is computed from, outputs
-of units of earlier stages, is what travels: an *edge*. So the code between units has no stage of its own, and needs no
-graph: each rank runs the loss function as it is, and units of other stages are not called there.
+A value that code between units computes is computed again on each stage that needs it. What it is computed from,
+outputs of units of earlier stages, is what travels: an *edge*. So the code between units has no stage of its own, and
+needs no graph: each rank runs the loss function as it is, and units of other stages are not called there.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -16,13 +16,13 @@ from fshard import tree
 from fshard.model.unit import Unit, slot_of
 from fshard.pipeline import staged_refusals
 from fshard.runtime.engine.engine import Engine
-from fshard.runtime.engine.loss_result import means_of, read_loss
+from fshard.runtime.engine.loss_result import Mean, means_of
+from fshard.runtime.engine.plain_values import is_float
 from fshard.runtime.engine.program_mode import ProgramMode
 from fshard.runtime.engine.remat_rules import NO_REMAT, Remat
 from fshard.runtime.execution import ProgramTrace
 from fshard.runtime.execution.trace_program import Watched, trace_in
 from fshard.runtime.memory.slots import storage_of
-from fshard.runtime.steps.consensus import MEANS
 from fshard.schedule.ops import Call
 from fshard.sharding.plan import Plan
 from fshard.sharding.stage_table import StageTable
@@ -73,7 +73,7 @@ class StagedProgram:
         outside: for each stage, the paths of the leaves that its code between units reads.
         results: for each call, the structure of its result and the leaves of that: fake tensors and plain values.
         last: for each stage, the number of its last call.
-        loss_dtype: the dtype of the loss.
+        result: what the function returned: fake tensors and plain values.
     """
 
     trace: ProgramTrace
@@ -82,7 +82,7 @@ class StagedProgram:
     outside: tuple[tuple[str, ...], ...]
     results: tuple[tuple[Any, Sequence[Any]], ...]
     last: tuple[int, ...]
-    loss_dtype: torch.dtype = torch.float32
+    result: Any = None
 
     @property
     def calls(self) -> tuple[Call, ...]:
@@ -159,13 +159,14 @@ class SourceWatch(TorchDispatchMode):
             self.begin(leaf, frozenset({path}))
 
 
-def trace_stages(fn: Any, plan: Plan, batch: Any, remat: Remat = NO_REMAT) -> StagedProgram:
-    """Trace a loss function and cut it into the stages of a plan.
+def trace_stages(fn: Any, plan: Plan, batch: Any, train: bool, remat: Remat = NO_REMAT) -> StagedProgram:
+    """Trace a function and cut it into the stages of a plan.
 
     Args:
-        fn: the loss function.
+        fn: the loss function, or for evaluation any function.
         plan: the plan of all stages.
         batch: a microbatch.
+        train: which of the two it is.
         remat: which units are computed again in their backward.
 
     Raises:
@@ -182,18 +183,45 @@ def trace_stages(fn: Any, plan: Plan, batch: Any, remat: Remat = NO_REMAT) -> St
         engine.watch.leaves_of(engine)
         return engine.watch
 
-    found = trace_in(ProgramMode(), fn, plan, batch, True, remat, Watched(SourceEngine, watch))
+    found = trace_in(ProgramMode(), fn, plan, batch, train, remat, Watched(SourceEngine, watch))
     if found is None:
         raise staged_refusals.depends_on_values()
     trace, result = found
-    engine, loss = engines[-1], read_loss(result)
-    numbers = [number for mean in means_of(loss.aux) for number in (mean.total, mean.count)]
-    if len(numbers) > 2 * MEANS:
-        raise staged_refusals.many_means(len(numbers) // 2, MEANS)
+    engine = engines[-1]
+    numbers = [number for mean in means_of(result) for number in (mean.total, mean.count)]
     if trace.inner:
         raise staged_refusals.differentiates_units(sorted(trace.inner))
-    staged = _cut(trace, engine.records, engine.watch.of((loss.total, loss.count, loss.aux, numbers)), plan.stages)
-    return replace(staged, loss_dtype=loss.total.dtype)
+    staged = _cut(trace, engine.records, engine.watch.of((result, numbers)), plan.stages)
+    return replace(staged, result=result)
+
+
+NOTHING = object()
+"""The place of a value that only the last stage has."""
+
+
+def told_values(values: Any) -> Any:
+    """The auxiliary values that ranks without the last stage learn: means and plain floats, with zeros in their place.
+
+    What is told of all ranks is a mean over those that hold the last stage, so zeros with a count of 0 leave it as it
+    is. Other values are left out; ``NOTHING`` if nothing is left.
+    """
+    if isinstance(values, Mapping):
+        found = {key: told for key, value in values.items() if (told := told_values(value)) is not NOTHING}
+        return found if found or not values else NOTHING
+    return _told(values)
+
+
+def told_leaves(values: Any) -> list[Any]:
+    """The same of the leaves of any tree, without what is left out."""
+    return [told for leaf in tree.leaves(values) if (told := _told(leaf)) is not NOTHING]
+
+
+def _told(value: Any) -> Any:
+    if isinstance(value, Mean):
+        return Mean(torch.zeros((), dtype=value.total.dtype, device="cpu"), 0.0)
+    if is_float(value):
+        return torch.zeros((), dtype=value.dtype, device="cpu") if isinstance(value, Tensor) else 0.0
+    return NOTHING
 
 
 def _cut(trace: ProgramTrace, records: Sequence[_CallRecord], result: Sources, table: StageTable) -> StagedProgram:

@@ -79,8 +79,8 @@ class Stages:
         ranks = mesh.axis_size(self.axis)
         if self.axis in facts.batch:
             raise PlanError(
-                f"fs.Stages({self.axis!r}): batch= names this axis, so its ranks work on different rows, and ranks of a "
-                f"pipeline work on the same ones: give stages an axis of their own"
+                f"fs.Stages({self.axis!r}): batch= names this axis, so its ranks work on different rows, and the ranks "
+                f"of a pipeline work on the same ones: give stages an axis of their own"
             )
         units = [unit for unit in dict.fromkeys(facts.owners.values()) if unit != ROOT]
         sizes = dict.fromkeys(units, 0)
@@ -96,6 +96,12 @@ class Stages:
         from fshard.pipeline.pipeline_step import PipelineStep  # it needs what steps are made of, and a plan does not
 
         return PipelineStep(loss_fn, opt, plan, options)
+
+    def eval_step(self, fn: Any, plan: Any, running: Any, precision: Any) -> Any:
+        """Make the evaluation step of a plan with these stages."""
+        from fshard.pipeline.pipeline_step import PipelineEvalStep  # likewise
+
+        return PipelineEvalStep(fn, plan, running, precision)
 
     def _homes(self, ranks: int) -> tuple[int, ...]:
         """The position of each stage."""

@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 
 class Portion(NamedTuple):
-    """Compute ops of one microbatch that follow each other: from ``first`` up to ``end``, among those of the program."""
+    """Compute ops of one microbatch that follow each other, by their numbers: from ``first`` up to, not with, ``end``."""
 
     microbatch: int
     first: int
@@ -293,7 +293,9 @@ backward layer @1, backward root @1
             if isinstance(stage, Local):
                 stages.append(Local(makes=stage.makes))
             else:
-                stages.append(Pass(replace(stage.program, backward=()), stage.accumulate, {}))
+                whole = not stage.program.backward  # then its order holds, and its edges do
+                order, edges = (stage.order, stage.edges) if whole else ((), ())
+                stages.append(Pass(replace(stage.program, backward=()), stage.accumulate, {}, order, edges))
         return StepProgram(tuple(stages), {})
 
     def _numbered(self) -> list[tuple[Pass | Local, int]]:
@@ -321,7 +323,7 @@ def as_step_program(
 
 
 def _disordered(each: Pass) -> list[str]:
-    """List what is wrong with the order of a pass: each op of each microbatch runs once, in the order of the program."""
+    """List what is wrong with the order of a pass: each microbatch runs once, in the order of the program."""
     if not each.order:
         return []
     done, whole = [0] * each.accumulate, len(each.program.computes)

@@ -60,8 +60,8 @@ class Kind:
     Args:
         name: the word of the op that starts the transfer. ``wait NAME`` is the op that ends it.
         stage: when it starts: ``"gradient"`` once the gradient has been through the rows above, ``"updated"`` after
-            the update, ``"read"`` before compute reads the parameters, ``"edge"`` where a value goes from one rank's part
-            of a pipeline to another's, ``"between"`` after some steps.
+            the update, ``"read"`` before compute reads the parameters, ``"edge"`` where a value goes from one stage to
+            another, ``"between"`` after some steps.
         staging: what memory that it needs while under way is called in pictures.
         each_microbatch: it runs in every microbatch that reduces gradients, not once a step.
         link: the link of ``Costs`` that it takes; empty for a copy that takes no link.

@@ -64,3 +64,6 @@ class Staging(Protocol):
 
     def train_step(self, loss_fn: Any, opt: Any, plan: Any, options: Any) -> Any:
         """Make the train step of a plan with these stages."""
+
+    def eval_step(self, fn: Any, plan: Any, running: Any, precision: Any) -> Any:
+        """Make the evaluation step of a plan with these stages."""

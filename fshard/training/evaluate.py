@@ -126,4 +126,8 @@ def make_eval_step(
         ("precision", precision, (Precision, type(None)), "fs.Precision(...) or None"),
     ]
     expect("make_eval_step(fn, plan)", wants)
-    return EvalStep(fn, plan, read_running(schedule, debug, compile), precision)
+    running = read_running(schedule, debug, compile)
+    if plan.stages is not None and plan.source is not None and plan.source.stages is not None:
+        made: EvalStep = plan.source.stages.eval_step(fn, plan, running, precision)
+        return made
+    return EvalStep(fn, plan, running, precision)

@@ -35,7 +35,11 @@ class Communicators:
 
     @property
     def control(self) -> Communicator:
-        """The communicator of control messages, over all ranks that make a step. Raises PlanError on an abstract mesh."""
+        """The communicator of control messages, over all ranks that make a step.
+
+        Raises:
+            PlanError: the mesh is abstract.
+        """
         if self._control is None:
             raise no_processes()
         return self._control

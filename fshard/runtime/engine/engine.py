@@ -150,14 +150,18 @@ class Engine:
         index = self.counts.get(name, 0)
         self.counts[name] = index + 1
         executor.reach("forward", name, index)
-        ran, result = False, None
-        if self.graphs is not None and not called.stopped:
-            leaves, paths = called.leaves, called.reads.paths
-            ran, result = self.graphs.call(unit, name, index, called.params, leaves, paths, (args, kwargs))
-        if not ran:
-            result = self._eager(unit, called, index, args, kwargs)
+        result = self._result(unit, called, index, args, kwargs)
         executor.settle()
         return result
+
+    def _result(self, unit: Unit, called: Called, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The result of a unit, of its graph if it has one."""
+        if self.graphs is not None and not called.stopped:
+            leaves, paths = called.leaves, called.reads.paths
+            ran, result = self.graphs.call(unit, called.name, index, called.params, leaves, paths, (args, kwargs))
+            if ran:
+                return result
+        return self._eager(unit, called, index, args, kwargs)
 
     def _eager(self, unit: Unit, called: Called, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         name, _, leaves, function, reads, _ = called
