@@ -1,0 +1,1 @@
+"""Orders of pipelines: named, printed, checked, timed and read from other libraries."""

@@ -1,0 +1,53 @@
+"""Orders of PyTorch's schedules, by stand-ins for its stages: no process group, no tensors."""
+
+from types import SimpleNamespace
+from typing import Any
+
+from torch.distributed.pipelining import schedules
+
+from fshard.pipeline import Action
+
+CLASSES = {
+    "gpipe": schedules.ScheduleGPipe,
+    "1f1b": schedules.Schedule1F1B,
+    "interleaved": schedules.ScheduleInterleaved1F1B,
+    "zb_h1": schedules.ScheduleInterleavedZeroBubble,
+    "zbv": schedules.ScheduleZBVZeroBubble,
+    "dualpipev": schedules.ScheduleDualPipeV,
+}
+
+
+def their_order(name: str, ranks: int, microbatches: int, chunks: int) -> tuple[tuple[Action, ...], ...]:
+    """The compute actions of each rank in PyTorch's schedule of this name."""
+    stages = [
+        SimpleNamespace(
+            group=None,
+            group_rank=0,
+            group_size=ranks,
+            num_stages=ranks * chunks,
+            stage_index=chunk * ranks,
+            is_first=chunk == 0,
+            is_last=False,
+            has_backward=True,
+            submod=None,
+        )
+        for chunk in range(chunks)
+    ]
+    kind: Any = CLASSES[name]
+    if name in ("gpipe", "1f1b"):
+        order = kind(stages[0], microbatches, loss_fn=len)._get_pipeline_order()
+        if name == "1f1b":  # it numbers the forwards of the last rank from 1, in this table alone
+            order[ranks - 1] = [
+                a._replace(microbatch_index=a[2] and a[2] - (a[1] == "F")) for a in order[ranks - 1] if a
+            ]
+    else:
+        order = kind(stages, microbatches, loss_fn=len).pipeline_order
+    return tuple(tuple(own for theirs in order[rank] if theirs for own in _actions(theirs)) for rank in range(ranks))
+
+
+def _actions(theirs: Any) -> list[Action]:
+    """The actions of one cell; none for what is no computation."""
+    if theirs.sub_actions:
+        return [own for each in theirs.sub_actions for own in _actions(each)]
+    kind = theirs.computation_type.value
+    return [Action(theirs.stage_index, kind, theirs.microbatch_index)] if kind in "FBIW" else []
