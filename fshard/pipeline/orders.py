@@ -4,6 +4,7 @@ Its text has one lane a rank, in columns of time steps: an action stands where i
 time. ``parse`` reads it back; blanks in a lane only show idle time.
 """
 
+import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -87,31 +88,46 @@ class PipelineOrder:
         return f"<PipelineOrder {self.name}, {sizes}>"
 
 
-def lanes(ranks: Lists, stages: int) -> list[str]:
+def lanes(ranks: Lists, stages: int, at: tuple[int, int] | None = None, around: int | None = None) -> list[str]:
     """Draw one line a rank, in columns of time steps of one unit an action.
 
     Args:
         ranks: the actions of each rank.
         stages: the number of stages.
+        at: a rank and a position in its list, whose action is put in brackets.
+        around: the number of columns to draw before and after that one; all by default.
 
     Returns:
         The lines. Actions that can never run stand behind those that can, without gaps.
 
-    >>> print(*lanes([[Action(0, "F", 0), Action(0, "F", 1)], [Action(1, "F", 0), Action(1, "F", 1)]], 2), sep="\\n")
-    rank 0  0F0 0F1
-    rank 1      1F0 1F1
+    >>> print(*lanes([[Action(0, "F", 0), Action(0, "F", 1)], [Action(1, "F", 0)]], 2, at=(1, 0)), sep="\\n")
+    rank 0   0F0   0F1
+    rank 1        [1F0]
     """
-    steps = [list(map(int, row)) for row in play(ranks, stages, lambda action: 1.0).starts]
-    width = max([len(str(action)) for lane in ranks for action in lane], default=0)
-    digits = len(str(len(ranks) - 1))
+    columns = _columns(ranks, stages)
+    middle = columns[at[0]][at[1]] if at else 0
+    first, last = (0, math.inf) if around is None else (max(middle - around, 0), middle + around)
+    width = max([len(str(action)) for lane in ranks for action in lane], default=0) + 2 * (at is not None)
     rows = []
-    for rank, (lane, starts) in enumerate(zip(ranks, steps, strict=True)):
-        row, at = f"rank {rank:>{digits}} ", -1
-        for number, action in enumerate(lane):
-            at = starts[number] if number < len(starts) else at + 1
-            row = f"{row:<{7 + digits + at * (width + 1) - 1}} {action}"
+    for rank, lane in enumerate(ranks):
+        row = f"rank {rank:>{len(str(len(ranks) - 1))}} "
+        begin = len(row)
+        for number, (action, column) in enumerate(zip(lane, columns[rank], strict=True)):
+            if first <= column <= last:
+                cell = f"[{action}]" if (rank, number) == at else f" {action}" if at else str(action)
+                row = f"{row:<{begin + (column - first) * (width + 1)}} {cell}"
         rows.append(row.rstrip())
     return rows
+
+
+def _columns(ranks: Lists, stages: int) -> list[list[int]]:
+    """The time step of each action of each rank."""
+    found = []
+    for lane, starts in zip(ranks, play(ranks, stages, lambda action: 1.0).starts, strict=True):
+        steps = [int(start) for start in starts]
+        rest = range(len(lane) - len(steps))
+        found.append([*steps, *[(steps[-1] if steps else -1) + 1 + number for number in rest]])
+    return found
 
 
 def parse(text: str) -> PipelineOrder:

@@ -36,3 +36,33 @@ def unreadable_order(number: int, line: str, problem: str) -> ScheduleError:
     line, problem = (text if len(text) <= SHOWN else f"{text[:SHOWN]}..." for text in (line, problem))
     head = f"line {number} of the text of a pipeline, {line!r}: {problem}"
     return ScheduleError(f"{head}; give parse the text of str(order)")
+
+
+def broken_order(name: str, problem: str, excerpt: Iterable[str]) -> ScheduleError:
+    """An order that ranks cannot run, with the lanes around the action that fails."""
+    remedy = "Make the order again with make_order, or undo the changes to its lists."
+    return ScheduleError(lines(f"the order {name} cannot run: {problem}", excerpt, remedy))
+
+
+def bad_cell(row: int, column: int, cell: str, problem: str) -> ScheduleError:
+    """A cell of a CSV file that cannot be read, or that contradicts others. Rows and columns count from 1."""
+    cell = cell if len(cell) <= SHOWN else f"{cell[:SHOWN]}..."
+    return ScheduleError(f"row {row} (rank {row - 1}), column {column}, {cell!r}: {problem}")
+
+
+def bad_table(problem: str) -> ScheduleError:
+    """A CSV file whose rows do not make an order."""
+    return ScheduleError(f"the rows make no order of a pipeline: {problem}: give a row a rank, with cells such as 0F0")
+
+
+def bad_action_costs(problems: Iterable[str]) -> PlanError:
+    """Costs of actions that are no times, or that lack a stage."""
+    remedy = "Give seconds of at least 0: a number, a mapping from each stage, or a function of the stage."
+    return PlanError(lines("invalid costs of actions:", problems, remedy))
+
+
+def bad_cut(cut: object, problems: Iterable[str], remedy: str) -> PlanError:
+    """A way of cutting units into stages that cannot be."""
+    text = repr(cut)
+    shown = text if len(text) <= SHOWN else f"{text[:SHOWN]}..."
+    return PlanError(lines(f"cut={shown} does not cut the units into stages:", problems, remedy))
