@@ -76,7 +76,7 @@ def _counted(units: int, stages: int, counts: list[int]) -> list[int]:
 def _named(units: list[str], stages: int, cut: Sequence[object]) -> list[int]:
     """The first unit of each stage, from patterns."""
     problems = [] if len(cut) == stages else [f"there are {len(cut)} patterns and {stages} stages"]
-    starts = []
+    starts: list[int] = []
     for number, pattern in enumerate(cut):
         start, problem = _first(units, pattern)
         if number == 0 and start:

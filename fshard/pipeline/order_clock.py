@@ -86,7 +86,7 @@ def held(order: PipelineOrder) -> tuple[int, ...]:
     A stage holds a microbatch from its F to its B or W.
 
     Args:
-        order: any order.
+        order: an order that can run.
 
     Returns:
         The number for each stage.
@@ -108,7 +108,7 @@ def held_on_ranks(order: PipelineOrder) -> tuple[int, ...]:
     """Count the microbatches that all stages of a rank hold together, where they are most.
 
     Args:
-        order: any order.
+        order: an order that can run.
 
     Returns:
         The number for each rank; a microbatch counts once for each stage that holds it.

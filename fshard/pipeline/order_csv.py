@@ -14,7 +14,6 @@ empty                                       idle time
 Communication is checked and dropped: fshard places it itself.
 """
 
-import csv
 import os
 import re
 from collections.abc import Iterator
@@ -22,7 +21,7 @@ from dataclasses import dataclass
 
 from fshard.pipeline import pipeline_refusals
 from fshard.pipeline.orders import PipelineOrder
-from fshard.pipeline.pipeline_actions import BACKWARDS, KINDS, Action, Result, needs, results
+from fshard.pipeline.pipeline_actions import KINDS, Action, Result, needs, results
 from fshard.reading.texts import read_text
 from fshard.writing import write_whole
 
@@ -154,7 +153,7 @@ def write_csv(order: PipelineOrder, path: str | os.PathLike[str]) -> None:
 
 def _cells(line: str, row: int) -> Iterator[CsvCell]:
     """Read the cells of a row; those of actions that may run together one by one."""
-    for column, given in enumerate(next(csv.reader([line]), []), 1):
+    for column, given in enumerate(line.split(","), 1):
         text = given.strip()
         if not text:
             continue
@@ -192,31 +191,33 @@ def _homes(rows: list[list[CsvCell]]) -> tuple[int, ...]:
 
 def _check_messages(rows: list[list[CsvCell]], order: PipelineOrder) -> None:
     """Hold sends and receives against the dependencies between ranks."""
-    computed: dict[Result, CsvCell] = {}
+    cells = [cell for row in rows for cell in row]
     ends: dict[tuple[str, Result], CsvCell] = {}
-    for row in rows:
-        for cell in row:
-            if cell.word in MESSAGES:
-                before = ends.setdefault((cell.word[:4], _message(cell)), cell)
-                if before is not cell:
-                    raise _refused(cell, f"the same is in column {before.column}")
-            elif cell.word in KINDS:
-                for result in results(Action(cell.stage, cell.word, cell.microbatch)):
-                    computed.setdefault(result, cell)
-    due: dict[Result, tuple[CsvCell, CsvCell]] = {}
-    for row in rows:
-        for cell in row:
-            if cell.word == "F" or cell.word in BACKWARDS:
-                for result in needs(Action(cell.stage, cell.word, cell.microbatch), order.stages):
-                    if order.homes[result[1]] != order.homes[cell.stage]:
-                        if result not in computed:
-                            raise _refused(cell, f"no row has the {result[1]}{result[0]}{result[2]} that it needs")
-                        due[result] = computed[result], cell
+    for cell in [cell for cell in cells if cell.word in MESSAGES]:
+        before = ends.setdefault((cell.word[:4], _message(cell)), cell)
+        if before is not cell:
+            raise _refused(cell, f"the same is in column {before.column}")
+    due = dict(_crossing(cells, order))
     for result, (maker, user) in due.items():
         _check_message(result, maker, user, ends)
     for (end, result), cell in ends.items():
         if result not in due:
             raise _refused(cell, f"no action of another rank needs this {'message' if end == 'SEND' else 'receive'}")
+
+
+def _crossing(cells: list[CsvCell], order: PipelineOrder) -> Iterator[tuple[Result, tuple[CsvCell, CsvCell]]]:
+    """Find the results that go from one rank to another, with the action that makes it and the one that needs it."""
+    actions = [(cell, Action(cell.stage, cell.word, cell.microbatch)) for cell in cells if cell.word in KINDS]
+    computed = {result: cell for cell, action in actions for result in results(action)}
+    for cell, action in actions:
+        for result in needs(action, order.stages):
+            if order.homes[result[1]] != order.homes[cell.stage]:
+                if result not in computed:
+                    word = "F" if result[0] == "F" else "B or I"
+                    raise _refused(
+                        cell, f"it needs a {word} of stage {result[1]} for microbatch {result[2]}, and no row has one"
+                    )
+                yield result, (computed[result], cell)
 
 
 def _check_message(result: Result, maker: CsvCell, user: CsvCell, ends: dict[tuple[str, Result], CsvCell]) -> None:

@@ -3,22 +3,22 @@
 from types import SimpleNamespace
 from typing import Any
 
-from torch.distributed.pipelining import schedules
-
 from fshard.pipeline import Action
 
 CLASSES = {
-    "gpipe": schedules.ScheduleGPipe,
-    "1f1b": schedules.Schedule1F1B,
-    "interleaved": schedules.ScheduleInterleaved1F1B,
-    "zb_h1": schedules.ScheduleInterleavedZeroBubble,
-    "zbv": schedules.ScheduleZBVZeroBubble,
-    "dualpipev": schedules.ScheduleDualPipeV,
+    "gpipe": "ScheduleGPipe",
+    "1f1b": "Schedule1F1B",
+    "interleaved": "ScheduleInterleaved1F1B",
+    "zb_h1": "ScheduleInterleavedZeroBubble",
+    "zbv": "ScheduleZBVZeroBubble",
+    "dualpipev": "ScheduleDualPipeV",
 }
 
 
 def their_order(name: str, ranks: int, microbatches: int, chunks: int) -> tuple[tuple[Action, ...], ...]:
     """The compute actions of each rank in PyTorch's schedule of this name."""
+    from torch.distributed.pipelining import schedules  # takes seconds to import
+
     stages = [
         SimpleNamespace(
             group=None,
@@ -33,7 +33,7 @@ def their_order(name: str, ranks: int, microbatches: int, chunks: int) -> tuple[
         )
         for chunk in range(chunks)
     ]
-    kind: Any = CLASSES[name]
+    kind: Any = getattr(schedules, CLASSES[name])
     if name in ("gpipe", "1f1b"):
         order = kind(stages[0], microbatches, loss_fn=len)._get_pipeline_order()
         if name == "1f1b":  # it numbers the forwards of the last rank from 1, in this table alone

@@ -20,6 +20,7 @@ SAME = [
 ]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("name", "ranks", "microbatches", "chunks"), SAME)
 def test_the_order_is_that_of_pytorch(name: str, ranks: int, microbatches: int, chunks: int) -> None:
     order = make_order(name, ranks, microbatches, chunks)
