@@ -46,6 +46,12 @@ def test_interleaved_divides_by_chunks(ranks: int, microbatches: int, chunks: in
     )
 
 
+@pytest.mark.parametrize("chunks", [1, 2, 3])
+@pytest.mark.parametrize(("ranks", "microbatches"), SIZES)
+def test_zb_h1_with_chunks_idles_for_the_way_down_alone(ranks: int, microbatches: int, chunks: int) -> None:
+    assert idle(make_order("zb_h1", ranks, microbatches, chunks)) == pytest.approx(ranks - 1)
+
+
 @pytest.mark.parametrize(("name", "least"), [("zbv", 1.5), ("dualpipev", 2)])
 def test_orders_in_a_v_idle_for_the_way_down_alone(name: str, least: float) -> None:
     for ranks in range(1, 7):
