@@ -15,12 +15,12 @@ from fshard.pipeline.order_steps import play
 Lanes = list[list[Action]]
 NAMES = st.sampled_from([(name, chunks) for name in ORDERS for chunks in ([1, 3] if name == "zb_h1" else [None])])
 ORDER = st.builds(
-    lambda named, ranks, count: make_order(named[0], ranks, count, named[1]), NAMES, *[st.integers(2, 9)] * 2
+    lambda named, ranks, count: make_order(named[0], ranks, count, named[1]), NAMES, *[st.integers(2, 6)] * 2
 )
 
 
-@given(NAMES, st.integers(1, 9), st.integers(1, 20))
-@settings(max_examples=60, deadline=None)
+@given(NAMES, st.integers(1, 7), st.integers(1, 15))
+@settings(max_examples=30, deadline=None)
 def test_orders_that_have_names_pass(named: tuple[str, int | None], ranks: int, microbatches: int) -> None:
     check_order(make_order(named[0], ranks, microbatches, named[1]))
 
@@ -95,7 +95,7 @@ SPOILS = [
 
 @pytest.mark.parametrize("spoil", SPOILS, ids=lambda spoil: spoil.__name__)
 @given(order=ORDER, draw=st.randoms(use_true_random=False))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 def test_spoiled_orders_are_refused(
     spoil: Callable[[Lanes, random.Random], None], order: PipelineOrder, draw: random.Random
 ) -> None:
@@ -106,7 +106,7 @@ def test_spoiled_orders_are_refused(
 
 
 @given(order=ORDER, draw=st.randoms(use_true_random=False))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 def test_what_is_accepted_can_run(order: PipelineOrder, draw: random.Random) -> None:
     """Two neighbours change places: harmless, or refused; refused in any case where one of them needs the other."""
     lanes = [list(lane) for lane in order.ranks]

@@ -83,7 +83,7 @@ def all_cuts(units: int, stages: int) -> Iterator[list[int]]:
 
 
 @given(st.lists(st.integers(0, 6), min_size=1, max_size=8), st.data())
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=50, deadline=None)
 def test_balanced_is_the_best_of_all_ways(costs: list[int], data: Any) -> None:
     stages = data.draw(st.integers(1, len(costs)))
 
