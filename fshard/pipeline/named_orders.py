@@ -5,19 +5,23 @@ kind that is due on the rank; where none is due, it does nothing. So one table s
 the same loop makes every schedule. ``F1`` is a move of the second stage of a rank, ``F`` one of the stage whose turn it
 is; ``I`` makes a ``W`` due.
 
-=============  ======================================================================================================
-name           published by
-=============  ======================================================================================================
-``gpipe``      Huang et al., "GPipe", 2019. With chunks, all microbatches pass one stage of a rank before its next
-``1f1b``       Narayanan et al., "PipeDream", 2019, flushed at each step (Megatron-LM, DAPPLE)
+===============  ====================================================================================================
+name             published by
+===============  ====================================================================================================
+``gpipe``        Huang et al., "GPipe", 2019. With chunks, all microbatches pass one stage of a rank before its next
+``1f1b``         Narayanan et al., "PipeDream", 2019, flushed at each step (Megatron-LM, DAPPLE)
 ``interleaved``  Narayanan et al., "Efficient large-scale language model training on GPU clusters", 2021
-``zb_h1``      Qi et al., "Zero bubble pipeline parallelism", 2023; with chunks, PyTorch's interleaved form of it
-``zbv``        Qi et al., 2023, section 6: no idle time in between where F, I and W take equally long
-``dualpipev``  DeepSeek-AI, "DualPipe", 2025, cut in half by Sea AI Lab, so that no parameters are held twice
-=============  ======================================================================================================
+``zb_h1``        Qi et al., "Zero bubble pipeline parallelism", 2023. With chunks, the interleaved form of it
+``zbv``          Qi et al., 2023, section 6. No idle time between a rank's actions where F, I and W take as long
+``dualpipev``    DeepSeek-AI, "DualPipe", 2025, cut in half by Sea AI Lab, so that no rank holds two copies of a stage
+===============  ====================================================================================================
+
+An order in rounds (``interleaved``, ``zb_h1``) takes any number of microbatches: rounds differ by one in size where
+the ranks do not divide it, which costs no idle time. An order in a V that has fewer microbatches than its phases fill
+is made for that many, and the others are left out.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
@@ -171,8 +175,7 @@ def make_order(name: str, ranks: int, microbatches: int, chunks: int | None = No
         raise pipeline_refusals.unknown_order(name, ORDERS, closest(str(name), ORDERS))
     rules = ORDERS[name]
     chunks = rules.least if chunks is None else chunks
-    if problems := [*_problems(name, ranks, microbatches, chunks)]:
-        raise pipeline_refusals.bad_sizes(name, problems, _remedy(name))
+    _refuse_sizes(name, ranks, microbatches, chunks)
     whole = microbatches if rules.whole is None else max(microbatches, rules.whole(ranks))
     sizes = PipelineSizes(ranks, whole, chunks)
     homes = [stage % ranks for stage in range(ranks * chunks)]
@@ -211,23 +214,17 @@ def _turns(stages: list[int], rounds: list[int]) -> list[tuple[int, int]]:
     return turns
 
 
-def _problems(name: str, ranks: object, microbatches: object, chunks: object) -> Iterator[str]:
-    """List what is wrong with the numbers of an order."""
-    for what, value in (("ranks", ranks), ("microbatches", microbatches), ("chunks", chunks)):
-        if type(value) is not int or value < 1:
-            yield f"{what}={value!r} is no int of at least 1"
+def _refuse_sizes(name: str, ranks: object, microbatches: object, chunks: object) -> None:
+    """Refuse numbers that an order cannot have."""
+    given = (("ranks", ranks), ("microbatches", microbatches), ("chunks", chunks))
+    wrong = [
+        f"{what}={value!r} is no int of at least 1" for what, value in given if type(value) is not int or value < 1
+    ]
+    if wrong:
+        raise pipeline_refusals.bad_sizes(name, wrong, "Give ints of at least 1.")
     rules = ORDERS[name]
-    if type(chunks) is int and (chunks < rules.least or rules.most is not None and chunks > rules.most):
+    if type(chunks) is int and not rules.least <= chunks <= (rules.most or chunks):
         held = f"exactly {rules.least}" if rules.most == rules.least else f"at least {rules.least}"
-        yield f"chunks={chunks}: a rank has {held} of its stages"
-
-
-def _remedy(name: str) -> str:
-    """Say which numbers the schedule can have."""
-    rules = ORDERS[name]
-    if rules.most is None:
-        return f"Give chunks of at least {rules.least}" + (
-            ", or use '1f1b' for one stage a rank." if rules.least > 1 else "."
-        )
-    other = " 'interleaved', 'zb_h1' and 'gpipe' take more." if rules.most == 1 else ""
-    return f"Give chunks={rules.least}, or leave it out.{other}"
+        fits = [other for other, its in ORDERS.items() if its.least <= chunks <= (its.most or chunks)]
+        remedy = f"Give chunks={rules.least}, leave it out, or use one of {', '.join(fits)}."
+        raise pipeline_refusals.bad_sizes(name, [f"chunks={chunks}, and a rank has {held} of its stages"], remedy)

@@ -3,22 +3,37 @@
 from types import SimpleNamespace
 from typing import Any
 
-from torch.distributed.pipelining import schedules
-
 from fshard.pipeline import Action
 
 CLASSES = {
-    "gpipe": schedules.ScheduleGPipe,
-    "1f1b": schedules.Schedule1F1B,
-    "interleaved": schedules.ScheduleInterleaved1F1B,
-    "zb_h1": schedules.ScheduleInterleavedZeroBubble,
-    "zbv": schedules.ScheduleZBVZeroBubble,
-    "dualpipev": schedules.ScheduleDualPipeV,
+    "gpipe": "ScheduleGPipe",
+    "1f1b": "Schedule1F1B",
+    "interleaved": "ScheduleInterleaved1F1B",
+    "zb_h1": "ScheduleInterleavedZeroBubble",
+    "zbv": "ScheduleZBVZeroBubble",
+    "dualpipev": "ScheduleDualPipeV",
 }
 
 
 def their_order(name: str, ranks: int, microbatches: int, chunks: int) -> tuple[tuple[Action, ...], ...]:
     """The compute actions of each rank in PyTorch's schedule of this name."""
+    schedule = _schedule(name, ranks, microbatches, chunks)
+    order = schedule._get_pipeline_order() if name in ("gpipe", "1f1b") else schedule.pipeline_order
+    if name == "1f1b":  # it numbers the forwards of the last rank from 1, in this table alone
+        order[ranks - 1] = [a._replace(microbatch_index=a[2] and a[2] - (a[1] == "F")) for a in order[ranks - 1] if a]
+    return tuple(tuple(own for theirs in order[rank] if theirs for own in _actions(theirs)) for rank in range(ranks))
+
+
+def their_csv(name: str, ranks: int, microbatches: int, chunks: int) -> str:
+    """The text of the CSV file that PyTorch writes, with communication."""
+    order = _schedule(name, ranks, microbatches, chunks).pipeline_order_with_comms
+    return "".join(",".join(map(str, order[rank])) + "\r\n" for rank in range(ranks))
+
+
+def _schedule(name: str, ranks: int, microbatches: int, chunks: int) -> Any:
+    """PyTorch's schedule of this name, on rank 0."""
+    from torch.distributed.pipelining import schedules  # takes seconds to import
+
     stages = [
         SimpleNamespace(
             group=None,
@@ -33,16 +48,8 @@ def their_order(name: str, ranks: int, microbatches: int, chunks: int) -> tuple[
         )
         for chunk in range(chunks)
     ]
-    kind: Any = CLASSES[name]
-    if name in ("gpipe", "1f1b"):
-        order = kind(stages[0], microbatches, loss_fn=len)._get_pipeline_order()
-        if name == "1f1b":  # it numbers the forwards of the last rank from 1, in this table alone
-            order[ranks - 1] = [
-                a._replace(microbatch_index=a[2] and a[2] - (a[1] == "F")) for a in order[ranks - 1] if a
-            ]
-    else:
-        order = kind(stages, microbatches, loss_fn=len).pipeline_order
-    return tuple(tuple(own for theirs in order[rank] if theirs for own in _actions(theirs)) for rank in range(ranks))
+    kind = getattr(schedules, CLASSES[name])
+    return kind(stages[0] if name in ("gpipe", "1f1b") else stages, microbatches, loss_fn=len)
 
 
 def _actions(theirs: Any) -> list[Action]:

@@ -29,6 +29,7 @@ LAYERS = (
     ("model", "optim"),
     ("sharding",),
     ("schedule",),
+    ("pipeline",),
     ("runtime", "data"),
     ("collectives",),
     ("parallel", "played"),
