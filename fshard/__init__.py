@@ -79,6 +79,7 @@ if TYPE_CHECKING:
     from fshard.parts.grad import value_and_grad
     from fshard.parts.make_update import make_update
     from fshard.parts.step_function import make_step
+    from fshard.pipeline.stages import Stages
     from fshard.played.mapping import shard_map
     from fshard.played.virtual import virtual_mesh
     from fshard.proof.recheck import recheck
@@ -100,6 +101,7 @@ _LATER = (
     ("fshard.checkpoint.checkpointer", "Checkpointer"),
     ("fshard.tracking.track", "track"),
     ("fshard.training.elastic", "Preempted Preemption train_loop"),
+    ("fshard.pipeline.stages", "Stages"),
     ("fshard.played.mapping", "shard_map"),
     ("fshard.proof.verification", "VerifyError"),
     ("fshard.proof.recheck", "recheck"),

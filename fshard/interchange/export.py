@@ -14,7 +14,7 @@ from fshard.interchange.rename import RenameLike
 from fshard.runtime.comm import collective_call, mesh_communicator, raise_failures
 from fshard.runtime.comm.copies import Copy, unequal_copies
 from fshard.sharding.mesh import Axes
-from fshard.sharding.part_mesh import PartMesh
+from fshard.sharding.part_mesh import ReplicaMesh
 from fshard.sharding.plan import Plan
 from fshard.state.entries import entries
 from fshard.state.pieces import Entry
@@ -136,7 +136,7 @@ def on_one_replica(plan: Plan, listed: Sequence[Entry], call: str, write: Callab
         PeerError: writing failed on another rank.
     """
     mesh = plan.mesh
-    if not isinstance(mesh, PartMesh):
+    if not isinstance(mesh, ReplicaMesh):
         write()
         return
     comm, failure = mesh_communicator(mesh.whole, ROLE), None

@@ -1,4 +1,4 @@
-"""Checking the schedules of all positions of a pipeline together: each send has its receive, and no rank waits for good.
+"""Checking the schedules of all positions of a pipeline together: sends have receives, and no rank waits for good.
 
 Each schedule was checked alone. Here they run side by side on nothing but the rules of messages: a message arrives when
 it was sent and its receive was posted, and messages between two positions come in one order on both sides.

@@ -38,6 +38,7 @@ class PipelineStep(TrainStep):
     """A train step of which each rank runs its stages of the model."""
 
     def __init__(self, loss_fn: Callable[..., Any], opt: Optimizer, plan: Plan, options: Options) -> None:
+        assert plan.stages is not None
         rule = contract(opt)
         programs = programs_of(plan.own, options, rule)
         check_policy(programs.policy)
@@ -59,6 +60,7 @@ class PipelineEvalStep(EvalStep):
     """An evaluation step of which each rank runs its stages of the model. All ranks return the result."""
 
     def __init__(self, fn: Callable[..., Any], plan: Plan, running: RunOptions, precision: Precision | None) -> None:
+        assert plan.stages is not None
         check_policy(running.policy)
         super().__init__(fn, plan.own, running, precision)
         secondary = secondary_of(running.policy)

@@ -54,7 +54,7 @@ class StageEngine(Engine):
         self.staged, self.stage, self.position = staged, -1, 0
         self.received: Received = {}
         self.keep: Keep = _forget
-        mode = FakeTensorMode(allow_non_fake_inputs=True)  # type: ignore[no-untyped-call]
+        mode = FakeTensorMode(allow_non_fake_inputs=True)
         with mode:
             self._absent = [[_absent(leaf) for leaf in leaves] for _, leaves in staged.results]
             self._trees = {stage: self._tree(stage) for stage in stages}

@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 
 class Portion(NamedTuple):
-    """Compute ops of one microbatch that follow each other, by their numbers: from ``first`` up to, not with, ``end``."""
+    """Compute ops of one microbatch that follow each other, by number: from ``first`` up to, not with, ``end``."""
 
     microbatch: int
     first: int
