@@ -1,4 +1,4 @@
-"""Messages between stages: over an edge goes one tensor a microbatch, on a communicator of its two positions."""
+"""Messages between stages: over an edge goes one tensor a microbatch, on a communicator of its lane."""
 
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -6,7 +6,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from fshard.pipeline.rank_program import MessageKind
+from fshard.pipeline.rank_program import Lane, MessageKind
 from fshard.pipeline.stage_sums import StageSums
 from fshard.runtime.comm.communicator import Communicator, Handle, Transport
 from fshard.runtime.comm.device_streams import events
@@ -29,28 +29,26 @@ class Mail:
         mesh: the mesh of all stages.
         axis: its axis of stages.
         messages: what goes over each edge, by name.
-        pairs: the positions that send and receive, of all ranks.
+        lanes: the ways between stages, of all ranks.
 
     Attributes:
         outbox: what is to be sent, by edge and microbatch.
         inbox: what has arrived.
     """
 
-    def __init__(
-        self, mesh: Mesh, axis: str, messages: Mapping[str, MessageKind], pairs: Sequence[tuple[int, int]]
-    ) -> None:
-        self.mesh, self.axis, self.messages, self.pairs = mesh, axis, messages, pairs
-        self.comms: dict[tuple[int, int], Communicator] = {}
+    def __init__(self, mesh: Mesh, axis: str, messages: Mapping[str, MessageKind], lanes: Sequence[Lane]) -> None:
+        self.mesh, self.axis, self.messages, self.lanes = mesh, axis, messages, lanes
+        self.comms: dict[Lane, Communicator] = {}
         self.outbox: dict[Key, Tensor] = {}
         self.inbox: dict[Key, Tensor] = {}
         self._handles: dict[Key, Handle] = {}
         self._arriving: dict[Key, Tensor] = {}
 
     def open(self, transport: Transport) -> None:
-        """Make the communicators of all pairs of positions. Collective at its first call."""
-        for pair in self.pairs:
-            if pair not in self.comms:
-                self.comms[pair] = transport.between(f"{ROLE} {pair[0]}>{pair[1]}", self.axis, pair)
+        """Make the communicators of all lanes. Collective at its first call."""
+        for lane in self.lanes:
+            if lane not in self.comms:
+                self.comms[lane] = transport.between(f"{ROLE} {lane}", self.axis, lane[:2])
 
     def start(self) -> None:
         """Begin a step."""
@@ -91,7 +89,7 @@ class Mail:
         self.inbox[key] = self._arriving.pop(key)
 
     def _exchange(self, kind: MessageKind, peer: int, out: Tensor, full: Tensor) -> Handle:
-        comm = self.comms[kind.sender, kind.receiver]
+        comm = self.comms[kind.lane]
         if comm.size < self.mesh.axis_size(self.axis):  # one of these two positions alone
             peer = sorted((kind.sender, kind.receiver)).index(peer)
         into, sent = (x.detach().contiguous().view(-1).view(torch.uint8) for x in (out, full))

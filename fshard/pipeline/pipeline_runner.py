@@ -1,7 +1,7 @@
 """The runner of a train step whose model is cut into stages."""
 
 import functools
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -9,7 +9,7 @@ from fshard.pipeline import staged_refusals
 from fshard.pipeline.check_joint import check_joint
 from fshard.pipeline.mail import Mail, MailActions
 from fshard.pipeline.orders import PipelineOrder
-from fshard.pipeline.rank_program import RankProgram, rank_program
+from fshard.pipeline.rank_program import Lane, RankProgram, rank_program
 from fshard.pipeline.stage_engine import StageEngine
 from fshard.pipeline.stage_sums import StageSums
 from fshard.pipeline.staged_passes import StagedPasses
@@ -122,12 +122,12 @@ class PipelineRunner(Runner):
             check(schedule)
             ranks.append(rank)
             schedules.append(schedule)
-        pairs = {name: (kind.sender, kind.receiver) for rank in ranks for name, kind in rank.messages.items()}
-        check_joint(schedules, pairs)
-        return self._placed(staged, ranks[mine], tuple(schedules), tuple(sorted(set(pairs.values()))))
+        lanes = {name: kind.lane for rank in ranks for name, kind in rank.messages.items()}
+        check_joint(schedules, lanes)
+        return self._placed(staged, ranks[mine], tuple(schedules), sorted(set(lanes.values())))
 
     def _placed(
-        self, staged: StagedProgram, rank: RankProgram, schedules: tuple[Schedule, ...], pairs: Any
+        self, staged: StagedProgram, rank: RankProgram, schedules: tuple[Schedule, ...], lanes: Sequence[Lane]
     ) -> StagedStep:
         """A program with its memory."""
         programs, whole = self.programs, self.plan.whole
@@ -137,7 +137,7 @@ class PipelineRunner(Runner):
         found = replace(staged.trace, program=rank.program)
         arena = programs.memory.new_arena(schedule.memory.arena_bytes)
         placed = replace(programs, engine=engine).placed(found, arena, schedule.memory.offsets)
-        mail = Mail(whole.mesh, whole.stages.axis, rank.messages, pairs)
+        mail = Mail(whole.mesh, whole.stages.axis, rank.messages, lanes)
         actions = MailActions(placed.actions, mail, StageSums(whole, self.plan, placed.actions.gradients))
         route = make_route(schedule, actions)
         number = digest([each.hash for each in schedules])

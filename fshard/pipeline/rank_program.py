@@ -13,6 +13,25 @@ from fshard.sharding.plan import Plan
 from fshard.sharding.stage_table import StageTable
 
 
+class Lane(NamedTuple):
+    """A way between two stages in one direction: its messages come in one order on both sides.
+
+    Attributes:
+        sender: the position that sends.
+        receiver: the position that receives.
+        source: the stage that sends.
+        target: the stage that receives.
+    """
+
+    sender: int
+    receiver: int
+    source: int
+    target: int
+
+    def __str__(self) -> str:
+        return f"{self.source}>{self.target}"
+
+
 class MessageKind(NamedTuple):
     """The messages of one edge in one direction.
 
@@ -28,6 +47,12 @@ class MessageKind(NamedTuple):
     receiver: int
     gradient: bool
 
+    @property
+    def lane(self) -> Lane:
+        """Its way."""
+        ends = (self.edge.source, self.edge.target)
+        return Lane(self.sender, self.receiver, *(ends[::-1] if self.gradient else ends))
+
 
 @dataclass(frozen=True)
 class RankProgram:
@@ -39,9 +64,8 @@ class RankProgram:
         program: its calls, by the groups of its own plan.
         step: the step.
         infos: its groups, with one for each edge behind those of the plan.
-        actions: what it runs, in order.
+        turns: what it runs, in order, each with its portion of the step; no action for the end of a microbatch alone.
         messages: what goes over each edge, by the name of its group.
-        ends: for each microbatch, the stage whose backward is the last.
     """
 
     position: int
@@ -49,7 +73,7 @@ class RankProgram:
     program: Program
     step: StepProgram
     infos: tuple[GroupInfo, ...]
-    actions: tuple[Action, ...]
+    turns: tuple[tuple[Action | None, Portion], ...]
     messages: Mapping[str, MessageKind]
 
 
@@ -69,22 +93,41 @@ def rank_program(
     whole = plan.whole
     assert whole is not None and whole.stages is not None
     table, local = whole.stages, whole.stages.at(position)
-    program = _program(staged, plan, whole, local)
+    program = _program(staged, plan, whole, local, any(action.kind == "I" for action in order.ranks[position]))
     spans = _Spans(staged, program, local)
-    actions = tuple([action for action in order.ranks[position] if spans.of(action)[0] < spans.of(action)[1]])
-    portions = tuple([Portion(action.microbatch, *spans.of(action)) for action in actions])
+    turns = _turns(order.ranks[position], spans, order.microbatches)
     messages = _messages(staged, table, position)
     edges, more = [], list[GroupInfo]()
     for name, kind in messages.items():
         edges.append(Edge(len(infos) + len(more), spans.at(kind, position)))
         more.append(_info(name, kind, position, table.axis))
     own = {g: g for g, info in enumerate(infos) if info.trainable and train}
-    each = Pass(program, order.microbatches, own, portions, tuple(edges))
+    each = Pass(program, order.microbatches, own, tuple([portion for _, portion in turns]), tuple(edges))
     step = StepProgram((each,), dict(own))
-    return RankProgram(position, local, program, step, (*infos, *more), actions, messages)
+    return RankProgram(position, local, program, step, (*infos, *more), turns, messages)
 
 
-def _program(staged: StagedProgram, plan: Plan, whole: Plan, local: Sequence[int]) -> Program:
+def _turns(actions: Sequence[Action], spans: "_Spans", microbatches: int) -> tuple[tuple[Action | None, Portion], ...]:
+    """The actions of a rank with their portions; the end of a microbatch is part of its last one, if it can be."""
+    parted, turns = spans.program.parted, list[tuple[Action | None, Portion]]()
+    for action in actions:
+        whole = parted and action.kind == "B"
+        for one in [replace(action, kind="I"), replace(action, kind="W")] if whole else [action]:
+            first, end = spans.of(one)
+            if first < end:
+                turns.append((one, Portion(one.microbatch, first, end)))
+    last = len(spans.program.computes) - 1
+    for microbatch in range(microbatches):
+        at = max(at for at, (_, portion) in enumerate(turns) if portion.microbatch == microbatch)
+        latest, portion = turns[at]
+        if portion.end == last:
+            turns[at] = latest, portion._replace(end=last + 1)
+        else:
+            turns.insert(at + 1, (None, Portion(microbatch, last, last + 1)))
+    return tuple(turns)
+
+
+def _program(staged: StagedProgram, plan: Plan, whole: Plan, local: Sequence[int], parted: bool) -> Program:
     """The calls of some stages: forwards stage by stage, and backwards in the opposite order of stages."""
     ids = {group.name: group.id for group in plan.groups}
     stage_of = dict(zip(staged.calls, staged.stages, strict=True))
@@ -96,7 +139,7 @@ def _program(staged: StagedProgram, plan: Plan, whole: Plan, local: Sequence[int
     places = plan.places()
     outside = dict.fromkeys(path for stage in local for path in staged.outside[stage])
     reads[ROOT] = tuple(sorted({places[path][0].id for path in outside}))
-    return Program(tuple(forward), tuple(backward), reads)
+    return Program(tuple(forward), tuple(backward), reads, parted)
 
 
 class _Spans:
@@ -106,15 +149,17 @@ class _Spans:
         stage_of = dict(zip(staged.calls, staged.stages, strict=True))
         self.spans: dict[tuple[int, str], tuple[int, int]] = {}
         self.staged, self.program = staged, program
-        at, whole = 1, len(program.computes)
+        at = 1
         for stage in local:
             end = at + sum(stage_of[call] == stage for call in program.forward)
             self.spans[stage, "F"] = (0 if stage == local[0] else at, end)
             at = end
-        for stage in reversed(local):
-            end = at + sum(stage_of[call] == stage for call in program.backward)
-            self.spans[stage, "B"] = (at, whole if stage == local[0] else end)
-            at = end
+        for kind in ("I", "W") if program.parted else ("B",):
+            for stage in reversed(local):
+                end = at + sum(stage_of[call] == stage for call in program.backward)
+                self.spans[stage, kind] = (at, end)
+                at = end
+        self.backward = "I" if program.parted else "B"
         self.calls = {call: 1 + number for number, call in enumerate(program.forward)}
 
     def of(self, action: Action) -> tuple[int, int]:
@@ -129,9 +174,8 @@ class _Spans:
                 return self.calls[self.staged.calls[edge.call]]
             return self.spans[edge.target, "F"][0]
         if kind.receiver == position:
-            return self.spans[edge.source, "B"][0]
-        first, end = self.spans[edge.target, "B"]
-        return end - 2 if end == len(self.program.computes) and end - 1 > first else end - 1
+            return self.spans[edge.source, self.backward][0]
+        return self.spans[edge.target, self.backward][1] - 1
 
 
 def _messages(staged: StagedProgram, table: StageTable, position: int) -> dict[str, MessageKind]:

@@ -5,7 +5,8 @@ over an edge where this stage needs it, and an *absent* value, which has a shape
 the last unit of a stage has run, the function is left.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from fshard import tree
 from fshard.errors import UnitError
 from fshard.model.leaves import LeafOrder
 from fshard.model.unit import Slot, Unit, attach, slot_of
+from fshard.pipeline.parted_backward import PartedBackward
 from fshard.pipeline.staged_trace import StagedProgram
 from fshard.runtime.engine.engine import Engine, Executor, Sink, Traits
 from fshard.runtime.engine.proxies import Mispredicted
@@ -54,6 +56,7 @@ class StageEngine(Engine):
         self.staged, self.stage, self.position = staged, -1, 0
         self.received: Received = {}
         self.keep: Keep = _forget
+        self.leaves_wait = self.marked = False
         mode = FakeTensorMode(allow_non_fake_inputs=True)
         with mode:
             self._absent = [[_absent(leaf) for leaf in leaves] for _, leaves in staged.results]
@@ -86,28 +89,87 @@ class StageEngine(Engine):
         """Begin the backward of a stage that ran before."""
         self.executor, self.inside, self.under_way = executor, "", ""
 
-    def backward(
-        self, values: list[Tensor], grads: list[Tensor], ends: bool, done: Callable[[], None] = lambda: None
-    ) -> None:
-        """Run the backward of a stage. The gradients of all leaves go to the sink.
+    def backward(self, run: Callable[[], None], done: Callable[[], None]) -> None:
+        """Run the backward of a stage. The gradients of leaves of units go to the sink.
 
         Args:
-            values: the loss, or the outputs that other stages need.
-            grads: their gradients.
-            ends: whether the microbatch has no further backward on this rank.
-            done: called when all gradients are there.
+            run: computes gradients.
+            done: called when they are there.
+        """
+        with self._differentiating():
+            run()
+            done()
+            self._leave()
+
+    def backward_of_inputs(self, parted: PartedBackward, done: Callable[[], None]) -> None:
+        """Run the first part of a backward, of the inputs of a stage.
+
+        Args:
+            parted: the backward.
+            done: called when the gradients are there.
+        """
+        self.leaves_wait = True
+        try:
+            self.backward(parted.of_inputs, done)
+        finally:
+            self.leaves_wait = False
+
+    def backward_of_leaves(self, parted: PartedBackward, calls: Sequence[Call]) -> None:
+        """Run the second part of a backward, of the leaves of a stage, unit by unit.
+
+        Args:
+            parted: the backward.
+            calls: the calls of the stage, in the order of their backwards.
         """
         assert self.executor is not None
-        self.differentiating = True
-        with reentrant_refused():
-            torch.autograd.backward(values, grads)
-        done()
-        self._leave()
-        if ends:
-            self.executor.reach("backward", ROOT, 0)
+        with self._differentiating():
+            self.marked = True  # the hooks of the first part
+            try:
+                for call in calls:
+                    sinks = self.units.reads[call.unit].sinks
+                    self.executor.reach("weight", call.unit, call.index)
+                    parted.of_leaves({id(leaf): leaf for _, _, leaves in sinks for leaf in leaves})
+                    for sink in sinks:
+                        self._collect(*sink)
+                    self.executor.settle()
+                parted.of_leaves()
+            finally:
+                self.marked = False
+
+    def end_microbatch(self) -> None:
+        """A microbatch is over on this rank: the gradients of leaves outside of units go to the sink."""
+        assert self.executor is not None
+        self.executor.reach("backward", ROOT, 0)
         for slots in self.slots.groups:
             if slots.group.trainable and not bare(slots.leaves):
                 self._collect_outside(slots.group.id, slots.numbers, slots.leaves)
+
+    def enter_backward(self, name: str, index: int) -> bool:
+        """The gradient of an output of a unit is complete: its backward begins, and the one before is over."""
+        if self.marked:
+            return True
+        if not self.leaves_wait:
+            return super().enter_backward(name, index)
+        assert self.executor is not None
+        self._leave()
+        self.executor.reach("backward", name, index)
+        self.under_way = name
+        return True
+
+    def _leave(self) -> None:
+        if not self.leaves_wait:
+            super()._leave()
+        elif self.under_way:
+            self.under_way = ""
+            assert self.executor is not None
+            self.executor.settle()
+
+    @contextmanager
+    def _differentiating(self) -> Iterator[None]:
+        """A backward of this step is under way."""
+        self.differentiating = True
+        with reentrant_refused():
+            yield
         self.differentiating = False
 
     def call(self, unit: Unit, params: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -12,6 +12,8 @@ from torch import Tensor
 
 from fshard import tree
 from fshard.pipeline.mail import Mail
+from fshard.pipeline.parted_backward import PartedBackward
+from fshard.pipeline.pipeline_actions import Action
 from fshard.pipeline.rank_program import RankProgram
 from fshard.pipeline.stage_engine import StageEngine
 from fshard.pipeline.staged_trace import NOTHING, StagedProgram, ValueEdge, told_leaves, told_values
@@ -20,7 +22,7 @@ from fshard.runtime.engine.loss_result import Loss, check_data, check_differenti
 from fshard.runtime.execution.executor import Scheduled
 from fshard.runtime.steps.passes import Context, Passes
 from fshard.runtime.steps.records import PassResult
-from fshard.schedule.ops import ROOT
+from fshard.schedule.ops import ROOT, Call
 
 
 @dataclass
@@ -32,6 +34,8 @@ class StageRun:
         loss: on the last stage, in training.
         values: the outputs that other stages read, by the numbers of call and output.
         received: the values of other stages, likewise.
+        grads: the gradients of outputs that came from other stages of this rank.
+        parted: its backward, if that is in two parts, between these.
     """
 
     values: dict[tuple[int, int], Tensor]
@@ -39,6 +43,7 @@ class StageRun:
     grads: dict[tuple[int, int], list[Tensor]] = field(default_factory=dict)
     result: Any = None
     loss: Loss | None = None
+    parted: PartedBackward | None = None
 
 
 @dataclass(frozen=True)
@@ -79,19 +84,21 @@ class StagedPasses(Passes):
         try:
             torch.clear_autocast_cache()  # as in a pass of one stage
             with torch.autograd.set_multithreading_enabled(False), marks_undone(parts):
-                for action, portion in zip(self.rank.actions, self.rank.step.passes[0].order, strict=True):
-                    microbatch, first = action.microbatch, computes[portion.first]
+                for action, portion in self.rank.turns:
+                    microbatch, first = portion.microbatch, computes[portion.first]
                     executor.begin_microbatch(microbatch)
                     executor.before(first.kind, first.target, first.index)
-                    key = action.stage, microbatch
-                    if action.kind == "F":
+                    engine.resume(executor)
+                    if action is not None and action.kind == "F":
+                        key = action.stage, microbatch
                         run = runs[key] = self._forward(engine, executor, parts[microbatch], key, runs, opened)
                         if self._last(action.stage):
                             ended[microbatch] = run
-                    elif self.train:
-                        self._backward(engine, executor, key, runs, scale, opened)
-                    else:
-                        executor.reach("backward", ROOT, 0)
+                    elif action is not None:
+                        with opened():
+                            self._backward(engine, action, runs, scale)
+                    if portion.end == len(computes):
+                        engine.end_microbatch()
         finally:
             engine.stop()
         return self._measured([ended[microbatch] for microbatch in sorted(ended)])
@@ -130,18 +137,36 @@ class StagedPasses(Passes):
         return run
 
     def _backward(
-        self,
-        engine: StageEngine,
-        executor: Scheduled,
-        key: tuple[int, int],
-        runs: dict[tuple[int, int], StageRun],
-        scale: float,
-        opened: Context,
+        self, engine: StageEngine, action: Action, runs: dict[tuple[int, int], StageRun], scale: float
     ) -> None:
-        """Run the backward of a stage on a microbatch."""
-        stage, microbatch = key
-        run = runs.pop(key)
-        values, grads = [], []
+        """Run the backward of a stage on a microbatch, or a part of it."""
+        stage, microbatch = action.stage, action.microbatch
+        run = runs[stage, microbatch]
+        if action.kind == "W":
+            assert run.parted is not None
+            calls = [call for call in self.rank.program.backward if self._stage_of[call] == stage]
+            engine.backward_of_leaves(run.parted, calls)
+            del runs[stage, microbatch]
+            return
+
+        def done() -> None:
+            for edge in self.staged.edges:
+                if edge.target == stage and edge.grad:
+                    leaf = run.received[edge.call, edge.output]
+                    self._return(edge, leaf.grad if leaf.grad is not None else torch.zeros_like(leaf), microbatch, runs)
+
+        values, grads = self._roots(run, microbatch, scale)
+        if action.kind == "I":
+            inputs = [*run.received.values()]
+            run.parted = PartedBackward(values, grads, inputs, engine.slots.trained)
+            engine.backward_of_inputs(run.parted, done)
+        else:
+            engine.backward(functools.partial(torch.autograd.backward, values, grads), done)
+            del runs[stage, microbatch]
+
+    def _roots(self, run: StageRun, microbatch: int, scale: float) -> tuple[list[Tensor], list[Tensor]]:
+        """The values from which a backward starts, and their gradients."""
+        values, grads = list[Tensor](), list[Tensor]()
         if run.loss is not None:
             values.append(run.loss.total)
             grads.append(torch.full_like(run.loss.total, scale / self.divisor))
@@ -150,17 +175,11 @@ class StagedPasses(Passes):
             if found:
                 values.append(value)
                 grads.append(functools.reduce(operator.add, found))
+        return values, grads
 
-        def done() -> None:
-            for edge in self.staged.edges:
-                place = edge.call, edge.output
-                if edge.target == stage and edge.grad:
-                    leaf = run.received[place]
-                    self._return(edge, leaf.grad if leaf.grad is not None else torch.zeros_like(leaf), microbatch, runs)
-
-        with opened():
-            engine.resume(executor)
-            engine.backward(values, grads, stage == self.rank.stages[0], done)
+    @functools.cached_property
+    def _stage_of(self) -> Mapping[Call, int]:
+        return dict(zip(self.staged.calls, self.staged.stages, strict=True))
 
     def _arrived(self, key: tuple[int, int], runs: Mapping[tuple[int, int], StageRun]) -> dict[tuple[int, int], Tensor]:
         """The values of other stages that a stage reads, as leaves of a graph of their own."""

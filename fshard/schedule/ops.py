@@ -11,6 +11,7 @@ reshard         group    the same, but this rank keeps its secondary shard of th
 forward         unit     a call of a unit runs; ``root`` is the code outside of units: the loss function is entered
 backward        unit     the gradient of a call is computed; ``root``: everything outside of units is over, the
                          outer gradient too where there is one
+weight          unit     the gradients of a call's leaves are computed, where its backward was for its inputs alone
 local                    code of the step function between passes runs on this rank's shards
 consensus                losses, norms and failures of all ranks; the last op of a train step
 ==============  =======  =================================================================================
@@ -35,7 +36,7 @@ ROOT = "root"
 LOCAL = "local"
 """The kind of ops that run code between passes."""
 
-UNIT_KINDS = frozenset(("forward", "backward"))
+UNIT_KINDS = frozenset(("forward", "backward", "weight"))
 COMPUTE_KINDS = UNIT_KINDS | {LOCAL}
 STEP_KINDS = frozenset(("handshake", "consensus"))
 GROUP_KINDS = frozenset(("update", "free", "reshard"))
@@ -98,6 +99,7 @@ class Program:
         backward: those that receive gradients, in the order in which their gradients are computed.
         reads: ids of the groups that each unit reads. ``reads["root"]`` are those read outside of units; a
             missing entry means none.
+        parted: whether backwards compute the gradients of inputs alone, and ops ``weight`` those of leaves.
 
     Raises:
         PlanError: a call is misnumbered, unknown, repeated, or of a unit that ``reads`` lacks.
@@ -106,6 +108,7 @@ class Program:
     forward: tuple[Call, ...]
     backward: tuple[Call, ...]
     reads: Mapping[str, tuple[int, ...]] = field(hash=False)
+    parted: bool = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "forward", tuple(self.forward))
@@ -122,7 +125,13 @@ class Program:
         """The compute ops of one microbatch, in order."""
         forward = [Op("forward", call.unit, call.index) for call in self.forward]
         backward = [Op("backward", call.unit, call.index) for call in self.backward]
-        return Op("forward", ROOT), *forward, *backward, Op("backward", ROOT)
+        weight = [Op("weight", call.unit, call.index) for call in self.backward if self.parted]
+        return Op("forward", ROOT), *forward, *backward, *weight, Op("backward", ROOT)
+
+    def fills(self, op: Op) -> tuple[int, ...]:
+        """The groups that a compute op reads, and whose gradients it fills."""
+        kind = "weight" if self.parted and op.target != ROOT else "backward"
+        return self.reads[op.target] if op.kind == kind else ()
 
     def filled(self, group: int) -> tuple[int, int]:
         """The positions, among ``computes``, of the first and the last op that fills a group's gradient.
@@ -136,7 +145,7 @@ class Program:
     def _filled(self) -> dict[int, tuple[int, int]]:
         found: dict[int, tuple[int, int]] = {}
         for at, op in enumerate(self.computes):
-            for group in self.reads[op.target] if op.kind == "backward" else ():
+            for group in self.fills(op):
                 found[group] = found.get(group, (at, at))[0], at
         return found
 

@@ -96,8 +96,8 @@ class Paths:
                 self.completes.append(())
                 continue
             begins, completes = _filled(stage)
-            self.begins += [begins[at] for _, at in stage.sequence]
-            self.completes += [completes[at] for _, at in stage.sequence]
+            self.begins += begins
+            self.completes += completes
         rows = [row for row in KINDS.values() if row.stage == "gradient"]
         self.in_flight: dict[str, deque[_Flight]] = {row.name: deque() for row in rows}  # the oldest first
 
@@ -190,17 +190,17 @@ class Paths:
 
 
 def _filled(each: Pass) -> tuple[list[Sequence[int]], list[Sequence[int]]]:
-    """For each compute op of a microbatch, the gradients that it is the first, and the last, to fill.
+    """For each compute op of a pass, the gradients that it is the first, and the last, to fill.
 
-    Those that no op fills are complete, with zeros, after the last op.
+    Those that no op fills are complete, with zeros, after the last op of a microbatch.
     """
-    computes, gradients = each.program.computes, each.gradients or {}
+    gradients = each.gradients or {}
     begins: list[Sequence[int]] = []
     completes: list[Sequence[int]] = []
-    for at, op in enumerate(computes):
-        reads = each.program.reads[op.target] if op.kind == "backward" else ()
-        read = [g for g in reads if g in gradients]
-        begins.append([gradients[g] for g in read if each.program.filled(g)[0] == at])
-        ready = dict.fromkeys((*read, *gradients)) if at == len(computes) - 1 else read
-        completes.append([gradients[g] for g in ready if each.program.filled(g)[1] == at])
+    ends = {microbatch: position for position, (microbatch, _) in enumerate(each.sequence)}
+    for position, (microbatch, at) in enumerate(each.sequence):
+        read = [g for g in each.program.fills(each.program.computes[at]) if g in gradients]
+        begins.append([gradients[g] for g in read if each.filled[microbatch, g][0] == position])
+        ready = dict.fromkeys((*read, *gradients)) if position == ends[microbatch] else read
+        completes.append([gradients[g] for g in ready if each.filled[microbatch, g][1] == position])
     return begins, completes

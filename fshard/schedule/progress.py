@@ -92,6 +92,7 @@ class PartProgress:
         reads: names of the groups that each unit reads.
         fills: what its backward fills, by the name of the group that is read.
         local: the code between passes.
+        parted: whether its backwards are in two parts.
     """
 
     start: int
@@ -100,6 +101,7 @@ class PartProgress:
     reads: Mapping[str, Sequence[str]]
     fills: Mapping[str, Fill]
     local: Local | None = None
+    parted: bool = False
 
 
 def parts_of(schedule: Schedule) -> list[PartProgress]:
@@ -115,7 +117,8 @@ def parts_of(schedule: Schedule) -> list[PartProgress]:
         fills = _fills(stage, groups, microbatch, start)
         for part in stage.portions:
             end = start + part.end - part.first
-            parts.append(PartProgress(start, end, microbatch + part.microbatch, reads, fills))
+            parted = stage.program.parted
+            parts.append(PartProgress(start, end, microbatch + part.microbatch, reads, fills, None, parted))
             start = end
         microbatch += stage.accumulate
     return parts
@@ -162,11 +165,9 @@ def _fills(each: Pass, groups: Sequence[GroupInfo], first: int, start: int) -> d
         start: the position of its first compute op.
     """
     last = first + each.accumulate - 1
-    places = {place: start + at for at, place in enumerate(each.sequence)}
     found = {}
     for read, gradient in (each.gradients or {}).items():
-        filled = each.program.filled(read)[1]
-        completes = {first + m: places[m, filled] for m in range(each.accumulate)}
+        completes = {first + m: start + each.filled[m, read][1] for m in range(each.accumulate)}
         found[groups[read].name] = Fill(groups[gradient].name, completes, first, last)
     return found
 

@@ -141,7 +141,8 @@ class _Lives:
         read = {groups[group].name: gradient for group, gradient in stages.updates.items()}
         self.reads = {name: groups[gradient] for name, gradient in read.items() if gradient is not None}
         self.waiting = Counter(group.name for group in self.reads.values())  # updates that read a gradient
-        self.last = {(op.microbatch, op.target): at for at, op in enumerate(ops) if op.kind == "backward"}
+        self.parted = {number: each.program.parted for number, each in enumerate(stages.microbatches)}
+        self.last = {(op.microbatch, op.target): at for at, op in enumerate(ops) if self._fills(op)}
         self.born: dict[str, int] = {}
         self.fillings: Counter[str] = Counter()  # of the gradients that no reduction has taken yet
         self.rounds = Counter((op.kind, op.target) for op in ops if started(op.kind))
@@ -149,7 +150,7 @@ class _Lives:
     def run(self) -> Ended:
         """Every lifetime."""
         for at, op in enumerate(self.ops):
-            if op.kind == "backward":
+            if self._fills(op):
                 for group in self.filled.get(op.microbatch, {}).get(op.target, ()):
                     yield from self._fill(at, group)
                 for name in self.unfilled.get(op.microbatch, ()) if op.target == ROOT else ():
@@ -161,6 +162,11 @@ class _Lives:
         yield from self._rest()
         yield from self._between()
         yield from self._kept_between()
+
+    def _fills(self, op: Op) -> bool:
+        """Tell whether an op fills gradients: those of leaves, not of inputs alone."""
+        parted = self.parted.get(op.microbatch, False) and op.target != ROOT
+        return op.kind == ("weight" if parted else "backward")
 
     def _filled(self, each: Pass) -> dict[str, list[GroupInfo]]:
         """The groups whose gradients the backward of each unit fills, and reduces."""

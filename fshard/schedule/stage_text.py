@@ -24,7 +24,7 @@ PROGRAM = ("unit", "forward", "backward")
 """The words that begin lines of a program."""
 
 LOCAL = tuple([each.name for each in fields(Local)])
-STAGES = ("pass", "order", "edges", "fills", "local", *LOCAL, "update")
+STAGES = ("pass", "fills", "local", *LOCAL, "update", "parted", "order", "edges")
 """The words that begin further lines of a step of several passes."""
 
 GRADIENTS = ("own", "given")
@@ -56,6 +56,8 @@ def _program_lines(program: Program, names: Sequence[str]) -> Iterator[str]:
         yield " ".join(("unit", quoted(unit), "reads", *(names[i] for i in ids)))
     for word, calls in (("forward", program.forward), ("backward", program.backward)):
         yield from wrapped(word, [quoted(call.unit) + (f" #{call.index}" if call.index else "") for call in calls])
+    if program.parted:
+        yield "parted"
 
 
 class _PassLines:
@@ -68,9 +70,10 @@ class _PassLines:
         self.edges: list[Edge] = []
         self.reads: dict[str, tuple[int, ...]] = {}
         self.calls: dict[str, list[Call]] = {"forward": [], "backward": []}
+        self.parted = False
 
     def program(self) -> Program:
-        return Program(tuple(self.calls["forward"]), tuple(self.calls["backward"]), self.reads)
+        return Program(tuple(self.calls["forward"]), tuple(self.calls["backward"]), self.reads, self.parted)
 
 
 class StageReader:
@@ -130,6 +133,8 @@ class StageReader:
             raise ValueError(f"{word} stands below a pass")
         elif word == "unit":
             _read_unit(stage, tokens, ids)
+        elif word == "parted":
+            stage.parted = True
         elif word == "fills":
             _read_filled(stage, tokens, ids)
         elif word == "order":

@@ -97,6 +97,25 @@ class Pass:
         return first != second or b != a + 1 or a == forwards
 
     @functools.cached_property
+    def filled(self) -> Mapping[tuple[int, int], tuple[int, int]]:
+        """The positions, among ``sequence``, of the first and the last op that fills a gradient.
+
+        By microbatch and by the group that is read. A gradient that no op fills is complete, with zeros, at the end of
+        the microbatch: its first position is behind its last.
+        """
+        found: dict[tuple[int, int], tuple[int, int]] = {}
+        ends: dict[int, int] = {}
+        for position, (microbatch, at) in enumerate(self.sequence):
+            ends[microbatch] = position
+            for group in self.program.fills(self.program.computes[at]):
+                key = microbatch, group
+                found[key] = found.get(key, (position, position))[0], position
+        for microbatch, end in ends.items():
+            for group in self.gradients or {}:
+                found.setdefault((microbatch, group), (end + 1, end))
+        return found
+
+    @functools.cached_property
     def sequence(self) -> tuple[tuple[int, int], ...]:
         """The microbatch of each compute op of the pass, and its number among those of the program."""
         return tuple([(part.microbatch, at) for part in self.portions for at in range(part.first, part.end)])
@@ -323,18 +342,20 @@ def as_step_program(
 
 
 def _disordered(each: Pass) -> list[str]:
-    """List what is wrong with the order of a pass: each microbatch runs once, in the order of the program."""
+    """List what is wrong with the order of a pass: each op of each microbatch runs once."""
     if not each.order:
         return []
-    done, whole = [0] * each.accumulate, len(each.program.computes)
+    left = [set(range(len(each.program.computes))) for _ in range(each.accumulate)]
     for part in each.order:
         if not 0 <= part.microbatch < each.accumulate:
             return [f"order has microbatch {part.microbatch}, of {each.accumulate}"]
-        if part.first != done[part.microbatch] or not part.first < part.end <= whole:
-            due = f"from op {done[part.microbatch]} on, of {whole}"
-            return [f"order has ops {part.first} to {part.end} of microbatch {part.microbatch}, which is due {due}"]
-        done[part.microbatch] = part.end
-    late = [f"order ends microbatch {m} at op {end} of {whole}" for m, end in enumerate(done) if end < whole]
+        ops = set(range(part.first, part.end))
+        if not ops or not ops <= left[part.microbatch]:
+            return [
+                f"order has ops {part.first} to {part.end} of microbatch {part.microbatch}, not there or run before"
+            ]
+        left[part.microbatch] -= ops
+    late = [f"order lacks op {min(ops)} of microbatch {m}" for m, ops in enumerate(left) if ops]
     return late[:1]
 
 

@@ -1,0 +1,173 @@
+"""A backward in two parts: first the gradients of a stage's inputs, which other stages wait for, later those of leaves.
+
+The first part runs the nodes between the outputs and the inputs of a stage. Where a branch to leaves leaves that way,
+what arrives at its node is kept; the second part starts there, so that nothing is computed twice (Qi et al., "Zero
+bubble pipeline parallelism", 2023).
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+Node = Any
+"""A node of autograd's graph, which has no public type."""
+
+Grads = tuple[Tensor | None, ...]
+
+
+class Branch(NamedTuple):
+    """Where branches to leaves leave the way to the inputs.
+
+    Attributes:
+        node: the last node on that way.
+        leaves: the leaves that its branches lead to.
+    """
+
+    node: Node
+    leaves: tuple[Tensor, ...]
+
+
+class PartedBackward:
+    """The backward of one stage and microbatch, in two parts.
+
+    Args:
+        values: the outputs of the stage.
+        grads: their gradients.
+        inputs: the inputs of the stage, leaves that require grad.
+        leaves: the leaves whose gradients are wanted, which accumulate in ``grad``.
+    """
+
+    def __init__(
+        self, values: Sequence[Tensor], grads: Sequence[Tensor], inputs: Sequence[Tensor], leaves: Sequence[Tensor]
+    ) -> None:
+        self.values, self.grads = list(values), list(grads)
+        self.inputs = [x for x in inputs if x.requires_grad]
+        self.branches = _branches(self.values, self.inputs, leaves)
+        self.kept: dict[Node, list[Tensor | None]] = {}
+
+    def of_inputs(self) -> None:
+        """Compute the gradients of the inputs, which accumulate in their ``grad``."""
+        if not self.inputs:
+            return
+        hooks = [branch.node.register_prehook(self._keeper(branch.node)) for branch in self.branches]
+        for value, grad in zip(self.values, self.grads, strict=True):
+            self._keep_root(value, grad)
+        torch.autograd.backward(self.values, self.grads, retain_graph=True, inputs=self.inputs)
+        for hook in hooks:
+            hook.remove()
+        self.values, self.grads = [], []
+
+    def of_leaves(self, wanted: Mapping[int, Tensor] | None = None) -> None:
+        """Compute the gradients of the leaves, which accumulate in their ``grad``.
+
+        Args:
+            wanted: the leaves in question, by identity; None for all that are left.
+        """
+        if self.values:  # nothing goes back to other stages
+            leaves = [leaf for branch in self.branches for leaf in branch.leaves]
+            if leaves:
+                torch.autograd.backward(self.values, self.grads, inputs=leaves)
+            self.values, self.grads, self.branches = [], [], []
+            return
+        here = [b for b in self.branches if wanted is None or any(id(leaf) in wanted for leaf in b.leaves)]
+        for branch in here:
+            self._run(branch)
+        self.branches = [branch for branch in self.branches if not any(branch is one for one in here)]
+
+    def _keep_root(self, value: Tensor, grad: Tensor) -> None:
+        """Keep the gradient of an output from which no way leads to the inputs: its node does not run."""
+        node = value.grad_fn
+        if node is None or not any(branch.node is node for branch in self.branches):
+            return
+        kept = self.kept.setdefault(node, [])
+        kept += [None] * (value.output_nr + 1 - len(kept))
+        before = kept[value.output_nr]
+        kept[value.output_nr] = grad if before is None else before + grad
+
+    def _keeper(self, node: Node) -> Callable[[Grads], None]:
+        def keep(grads: Grads) -> None:
+            self.kept[node] = list(grads)  # what was kept of a root is part of it
+
+        return keep
+
+    def _run(self, branch: Branch) -> None:
+        """Run the branches to leaves from one node."""
+        kept = self.kept.pop(branch.node, [])
+        edge = torch.autograd.graph.GradientEdge
+        outputs = [(edge(branch.node, at), grad) for at, grad in enumerate(kept) if grad is not None]
+        if outputs:
+            edges, grads = zip(*outputs, strict=True)
+            torch.autograd.backward(edges, grads, inputs=list(branch.leaves), retain_graph=True)
+
+
+def _branches(values: Sequence[Tensor], inputs: Sequence[Tensor], leaves: Sequence[Tensor]) -> list[Branch]:
+    """The nodes at which branches to leaves leave the way from the values to the inputs, in the order of the backward.
+
+    Without inputs there is one branch, from the values themselves.
+    """
+    wanted = {id(leaf): leaf for leaf in leaves}
+    roots = [value.grad_fn for value in values if value.grad_fn is not None]
+    order, above = _reached(roots)
+    if not inputs:
+        found = [wanted[id(node.variable)] for node in order if id(getattr(node, "variable", None)) in wanted]
+        return [Branch(None, tuple(found))]
+    on_the_way = _climbed([node for node in order if _is(node, inputs)], above)
+    by_node: dict[Node, list[Tensor]] = {}
+    for node in order:
+        leaf = wanted.get(id(getattr(node, "variable", None)))
+        if leaf is not None:
+            for place in _joins(node, above, on_the_way):
+                by_node.setdefault(place, []).append(leaf)
+    return [Branch(node, tuple(by_node[node])) for node in order if node in by_node]
+
+
+def _reached(roots: Sequence[Node]) -> tuple[list[Node], dict[Node, list[Node]]]:
+    """All nodes below the roots, these first, and for each the nodes right above it."""
+    order, above, stack = dict[Node, None](), dict[Node, list[Node]](), list(reversed(roots))
+    while stack:
+        node = stack.pop()
+        if node in order:
+            continue
+        order[node] = None
+        for below, _ in node.next_functions:
+            if below is not None:
+                above.setdefault(below, []).append(node)
+                stack.append(below)
+    return list(order), above
+
+
+def _is(node: Node, inputs: Sequence[Tensor]) -> bool:
+    """Tell whether a node accumulates the gradient of one of the inputs."""
+    variable = getattr(node, "variable", None)
+    return variable is not None and any(variable is one for one in inputs)
+
+
+def _climbed(nodes: Sequence[Node], above: Mapping[Node, Sequence[Node]]) -> set[Node]:
+    """These nodes and all above them."""
+    found, stack = set[Node](), list(nodes)
+    while stack:
+        node = stack.pop()
+        if node not in found:
+            found.add(node)
+            stack += above.get(node, ())
+    return found
+
+
+def _joins(node: Node, above: Mapping[Node, Sequence[Node]], on_the_way: set[Node]) -> list[Node]:
+    """The first nodes on the way to the inputs above a node that is not on it; the roots where there are none."""
+    found, seen, stack = dict[Node, None](), set[Node](), [node]
+    while stack:
+        one = stack.pop()
+        if one in seen:
+            continue
+        seen.add(one)
+        if one in on_the_way:
+            found[one] = None
+            continue
+        higher = above.get(one, ())
+        if not higher:
+            found[one] = None
+        stack += higher
+    return list(found)
