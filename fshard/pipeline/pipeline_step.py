@@ -14,8 +14,10 @@ from fshard.errors import PlanError
 from fshard.model.precision import Precision
 from fshard.optim.base import Optimizer
 from fshard.optim.contract import contract
+from fshard.pipeline.check_order import check_order
 from fshard.pipeline.named_orders import make_order
-from fshard.pipeline.orders import PipelineOrder
+from fshard.pipeline.order_csv import parse_csv
+from fshard.pipeline.orders import PipelineOrder, parse
 from fshard.pipeline.pipeline_runner import PipelineRunner
 from fshard.runtime.engine.loss_result import Mean
 from fshard.runtime.engine.plain_values import is_float
@@ -40,14 +42,15 @@ class PipelineStep(TrainStep):
     def __init__(self, loss_fn: Callable[..., Any], opt: Optimizer, plan: Plan, options: Options) -> None:
         assert plan.stages is not None
         rule = contract(opt)
+        order = functools.partial(order_of, plan.stages)
+        check_running(options.running, order(given_policy(options.running.policy), options.accumulate))
         programs = programs_of(plan.own, options, rule)
-        check_policy(programs.policy)
 
         def infos(own: Plan) -> tuple[GroupInfo, ...]:
             state = state_needs(own, rule, options.clip.number, options.donate)
             return group_infos(own, state, secondary_of(programs.policy))
 
-        runner = PipelineRunner(loss_fn, programs, functools.partial(order_of, plan.stages), infos, "train step")
+        runner = PipelineRunner(loss_fn, programs, order, infos, "train step")
         super().__init__(loss_fn, opt, plan.own, options, programs, runner)
 
     def __repr__(self) -> str:
@@ -61,7 +64,7 @@ class PipelineEvalStep(EvalStep):
 
     def __init__(self, fn: Callable[..., Any], plan: Plan, running: RunOptions, precision: Precision | None) -> None:
         assert plan.stages is not None
-        check_policy(running.policy)
+        given_policy(running.policy)
         super().__init__(fn, plan.own, running, precision)
         secondary = secondary_of(running.policy)
         infos = functools.partial(group_infos, secondary=secondary)
@@ -91,16 +94,30 @@ class PipelineEvalStep(EvalStep):
         return tree.unflatten(spec, out)
 
 
-def check_policy(policy: Policy | Auto) -> None:
-    """Refuse a policy that stages do not have.
+def check_running(running: RunOptions, order: PipelineOrder) -> None:
+    """Refuse compiled units where a backward is in two parts.
 
     Raises:
-        PlanError: schedules are to be chosen.
+        PlanError: a unit's graph has one backward.
+    """
+    if running.compile is not None and any(action.kind == "I" for lane in order.ranks for action in lane):
+        raise PlanError(
+            f"compile={running.compile!r} with pipeline={order.name!r}: a compiled unit computes the gradients of its "
+            f'inputs and of its leaves together; give pipeline="1f1b" or "interleaved", or leave compile= out'
+        )
+
+
+def given_policy(policy: Policy | Auto) -> Policy:
+    """The policy, which stages do not choose.
+
+    Raises:
+        PlanError: it is to be chosen.
     """
     if isinstance(policy, Auto):
         raise PlanError(
             'schedule="auto" does not choose schedules of stages yet: give schedule=fs.Policy(pipeline="1f1b")'
         )
+    return policy
 
 
 def secondary_of(policy: Policy | Auto) -> Axes:
@@ -113,20 +130,37 @@ def order_of(table: StageTable, policy: Policy, microbatches: int, name: str = "
 
     Args:
         table: the stages.
-        policy: names the order.
+        policy: names the order, or has its text.
         microbatches: of a step.
         name: of the order, in the place of the policy's.
 
     Raises:
-        PlanError: the order is for stages that lie otherwise.
+        PlanError: the order is for stages that lie otherwise, or for another number of microbatches.
+        ScheduleError: a text cannot be read, or ranks cannot run its order.
     """
     ranks = max(table.homes) + 1
     chunks = len(table.homes) // ranks
-    name = name or policy.pipeline or ("1f1b" if chunks == 1 else "interleaved")
-    order = make_order(name, ranks, microbatches, chunks)
+    folded = chunks > 1 and table.homes != tuple([stage % ranks for stage in range(len(table.homes))])
+    name = name or policy.pipeline or ("1f1b" if chunks == 1 else "zbv" if folded else "interleaved")
+    order = _read_order(name) if any(mark in name for mark in ",\n") else None
+    if order is None:
+        order = make_order(name, ranks, microbatches, chunks)
+    elif order.microbatches != microbatches:
+        raise PlanError(
+            f"pipeline= is an order of {order.microbatches} microbatches, and the step has {microbatches}: give "
+            f"accumulate={order.microbatches}"
+        )
     if order.homes != table.homes:
         raise PlanError(
-            f"pipeline={name!r} has its stages on the ranks {list(order.homes)}, and the plan on {list(table.homes)}: "
-            f'give fs.Stages(axis, chunks=2, placement="v") for "zbv" and "dualpipev", placement="loop" for the others'
+            f"pipeline={order.name!r} has its stages on the ranks {list(order.homes)}, and the plan on "
+            f'{list(table.homes)}: give fs.Stages(axis, chunks=2, placement="v") for "zbv" and "dualpipev", '
+            f'placement="loop" for the others'
         )
+    return order
+
+
+def _read_order(text: str) -> PipelineOrder:
+    """An order that was given as text, of fshard or of PyTorch's CSV files."""
+    order = parse(text) if text.lstrip().startswith("pipeline ") else parse_csv(text)
+    check_order(order)
     return order

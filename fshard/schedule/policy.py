@@ -114,7 +114,9 @@ class Policy:
             rank's shards of them. ``"full"`` adds up whole gradients and reduces once, in the last microbatch
             (FSDP's ``no_sync``): less to send, and the memory of all gradients.
         pipeline: with stages, the order in which each rank runs forwards and backwards of its stages: ``"gpipe"``,
-            ``"1f1b"``, ``"interleaved"``. Empty for ``"1f1b"``, or ``"interleaved"`` where ranks have several stages.
+            ``"1f1b"``, ``"interleaved"``, ``"zb_h1"``, ``"zbv"``, ``"dualpipev"``, or the text of an order, also of a
+            CSV file of PyTorch's pipelines. Empty for ``"1f1b"``, or ``"interleaved"`` where ranks have several stages,
+            or ``"zbv"`` where these go forth and back.
 
     Raises:
         PlanError: a value is of another type or out of range; all of them are listed.
@@ -131,7 +133,7 @@ class Policy:
     pipeline: str = ""
 
     def __post_init__(self) -> None:
-        problems = []
+        problems = [] if isinstance(self.pipeline, str) else [f"pipeline={self.pipeline!r} is no name or text"]
         for name, least in (("prefetch", 0), ("reduces", 0)):
             value = getattr(self, name)
             if type(value) is not int:
@@ -201,5 +203,6 @@ class Policy:
     def __str__(self) -> str:
         reshard = str(self.reshard).lower() if isinstance(self.reshard, bool) else self.reshard
         accumulation = "" if self.accumulation == "sharded" else f" accumulation={self.accumulation}"
-        more = accumulation + (f" pipeline={self.pipeline}" if self.pipeline else "")
+        pipeline = json.dumps(self.pipeline).replace(" ", SPACE) if self.pipeline else ""
+        more = accumulation + (f" pipeline={pipeline}" if pipeline else "")
         return f"prefetch={self.prefetch} reduces={self.reduces} reshard={reshard} update={self.update}{more}"

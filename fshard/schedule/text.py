@@ -164,6 +164,8 @@ class _Reader:
         keys = ("prefetch", "reduces", "reshard", "update", *further)
         prefetch, reduces, reshard, update, *rest = read_values(tokens, keys)
         more = dict(zip(further, rest, strict=True))
+        if "pipeline" in more:
+            more["pipeline"] = read_name(more["pipeline"])
         self.policy = Policy(read_number(prefetch), read_number(reduces), _read_reshard(reshard), update, **more)
 
     def _step(self, tokens: list[str]) -> None:
