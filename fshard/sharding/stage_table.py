@@ -28,6 +28,12 @@ class StageTable:
         """The positions on the axis that hold a leaf, in ascending order."""
         return tuple(sorted({self.homes[stage] for stage in self.leaves[path]}))
 
+    @property
+    def texts(self) -> dict[str, str]:
+        """The table as texts by name, which ranks compare."""
+        homes = {f"position of stage {stage}": str(home) for stage, home in enumerate(self.homes)}
+        return {**homes, **{f"stages of {path}": str(stages) for path, stages in self.leaves.items()}}
+
     def at(self, position: int) -> tuple[int, ...]:
         """The stages at a position on the axis."""
         return tuple([stage for stage, home in enumerate(self.homes) if home == position])
@@ -52,7 +58,7 @@ class StageFacts:
     batch: Axes
 
 
-class Staging(Protocol):
+class StageCut(Protocol):
     """The cut of a model into stages, ``fs.Stages``."""
 
     def table(self, facts: StageFacts, mesh: Mesh) -> StageTable:
