@@ -1,5 +1,6 @@
 """A link to Colab under the title of each notebook, if pyproject.toml has the address of the repository."""
 
+from pathlib import Path
 from typing import Any
 
 from sphinx.application import Sphinx
@@ -9,7 +10,7 @@ from tests.notebooks import addresses
 
 def read(app: Sphinx, page: str, text: list[str]) -> None:
     """Give a notebook its link."""
-    if app.env.doc2path(page).endswith(".ipynb"):
+    if Path(app.env.doc2path(page)).suffix == ".ipynb":
         text[0] = addresses.linked(text[0], addresses.colab(addresses.setting(), page))
 
 
