@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from fshard.errors import PlanError
 from fshard.sharding.mesh import Axes, Mesh
 from fshard.sharding.spec import Shape
 
@@ -37,6 +38,24 @@ class StageTable:
     def at(self, position: int) -> tuple[int, ...]:
         """The stages at a position on the axis."""
         return tuple([stage for stage, home in enumerate(self.homes) if home == position])
+
+
+def refuse_stages(call: str, plan: Any) -> None:
+    """Refuse a plan of which each rank holds some stages, where a call needs all of a model.
+
+    Args:
+        call: the name of the call.
+        plan: the plan; other values are left to other checks.
+
+    Raises:
+        PlanError: it has stages, or is that of some stages.
+    """
+    if getattr(plan, "stages", None) is not None or getattr(plan, "whole", None) is not None:
+        raise PlanError(
+            f"{call}: the plan has stages, so each rank holds a part of the model, and this call needs all of it. "
+            f"fs.unshard(state.params, plan) gives whole tensors; a checkpoint of the state can be restored on a plan "
+            f"without stages="
+        )
 
 
 @dataclass(frozen=True)
