@@ -15,7 +15,7 @@ def parser() -> argparse.ArgumentParser:
     root.add_argument("--version", action="version", version=f"fshard {VERSION}")
     tools = root.add_subparsers(required=True, title="commands", metavar="train|ckpt|plan|trace|doctor")
     text = "train from a config, in TOML"
-    ends = "Exit status: 0; 2 if the config cannot be used, or the run failed."
+    ends = "Exit status: 0; 1 if a dry run fits into no memory; 2 if the config cannot be used, or the run failed."
     train_command.add_arguments(tools.add_parser("train", help=text, description=f"{text.capitalize()}.", epilog=ends))
     text = "list, verify and convert checkpoints"
     ends = "Exit status: 0; 1 if something differs or is damaged; 2 if the command failed."

@@ -220,6 +220,7 @@ def test_a_dry_run_starts_nothing(folder: Path, capsys: pytest.CaptureFixture[st
     assert main(["train", "run.toml", "out=run", "--dry-run", "--ranks", "2"]) == 0
     out = capsys.readouterr().out
     assert "mesh data=2" in out and "in 3 groups" in out and "state of a rank: 26.6 KiB" in out and "at its peak" in out
+    assert "h100 at 70% of its peak" in out and "Bytes by link" in out and "Policies, the best of" in out
     assert not Path("run").exists()
 
 
