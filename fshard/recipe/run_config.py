@@ -11,7 +11,7 @@ import torch
 
 from fshard.arguments import Want, expect, raised
 from fshard.checkpoint.checkpointer import Checkpointer
-from fshard.errors import CheckpointError, PlanError, ShardError, lines, missing_extra
+from fshard.errors import CheckpointError, PlanError, ShardError, TreeError, lines, missing_extra
 from fshard.launch import make_mesh
 from fshard.recipe.config_checks import check_config, reads_weights
 from fshard.recipe.config_text import changed_meaning, to_toml
@@ -68,7 +68,7 @@ def train(config: str | os.PathLike[str] | dict[str, Any] | TrainConfig, changes
         mesh = make_mesh(read.config.mesh.shape, read.config.mesh.axes)
     with mesh:
         _check_batch(read, mesh)
-        with about(read, "out", "give another folder", (CheckpointError, OSError)):
+        with about(read, "out", "give another folder", (CheckpointError, TreeError, OSError)):
             if read.config.out and mesh.rank == 0:
                 Path(read.config.out).mkdir(parents=True, exist_ok=True)
                 write_whole(Path(read.config.out) / "config.toml", to_toml(read.config))
