@@ -35,7 +35,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run a command with these arguments, by default the process' own; returns the exit status."""
     if hasattr(sys.stdout, "reconfigure"):  # names in files may hold any character
         sys.stdout.reconfigure(errors="backslashreplace")
-    arguments = parser().parse_args(argv)
+    root = parser()
+    arguments, rest = root.parse_known_args(argv)
+    if any(each.startswith("-") for each in rest) or rest and not hasattr(arguments, "changes"):
+        root.error(f"unrecognized arguments: {' '.join(rest)}")
+    if rest:  # key=value behind options
+        arguments.changes += rest
     try:
         return int(arguments.run(arguments))
     except (ShardError, ImportError) as error:

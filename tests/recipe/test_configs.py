@@ -76,7 +76,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def told(capsys: pytest.CaptureFixture[str], *changes: str, ranks: int = 2) -> str:
     """What the command says that is wrong."""
-    assert main(["train", "run.toml", *changes, "--ranks", str(ranks)]) == 2
+    assert main(["train", "run.toml", "--ranks", str(ranks), *changes]) == 2
     return capsys.readouterr().err
 
 
