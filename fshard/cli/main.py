@@ -15,7 +15,7 @@ def parser() -> argparse.ArgumentParser:
     root.add_argument("--version", action="version", version=f"fshard {VERSION}")
     tools = root.add_subparsers(required=True, title="commands", metavar="train|ckpt|plan|trace|doctor")
     text = "train from a config, in TOML"
-    ends = "Exit status: 0; 2 if the config cannot be used, or the run failed."
+    ends = "Exit status: 0; 1 if a dry run fits into no memory; 2 if the config cannot be used, or the run failed."
     train_command.add_arguments(tools.add_parser("train", help=text, description=f"{text.capitalize()}.", epilog=ends))
     text = "list, verify and convert checkpoints"
     ends = "Exit status: 0; 1 if something differs or is damaged; 2 if the command failed."
@@ -35,7 +35,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run a command with these arguments, by default the process' own; returns the exit status."""
     if hasattr(sys.stdout, "reconfigure"):  # names in files may hold any character
         sys.stdout.reconfigure(errors="backslashreplace")
-    arguments = parser().parse_args(argv)
+    root = parser()
+    arguments, rest = root.parse_known_args(argv)
+    if any(each.startswith("-") for each in rest) or rest and not hasattr(arguments, "changes"):
+        root.error(f"unrecognized arguments: {' '.join(rest)}")
+    if rest:  # key=value behind options
+        arguments.changes += rest
     try:
         return int(arguments.run(arguments))
     except (ShardError, ImportError) as error:

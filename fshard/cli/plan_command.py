@@ -53,16 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("job", nargs="?", help="FILE.py:FUNCTION, which returns a dict, or a train step and a batch")
     parser.add_argument("--hf", metavar="CONFIG", help="a config.json of Hugging Face, or its folder")
     parser.add_argument("--mesh", default="8", help="ranks along each axis, as 1024, 64x8 or replica=4,data=8")
-    parser.add_argument("--link", default="ib400", help=f"between hosts: {', '.join(LINKS)}, or BYTES/S,LATENCY")
-    parser.add_argument("--inside", metavar="LINK", help="between ranks of one host; by default as --link")
-    parser.add_argument("--per-host", type=int, default=8, help="ranks on a host (default: 8)")
-    parser.add_argument("--device", default="h100", help=f"one of {', '.join(DEVICES)} (default: h100)")
-    parser.add_argument("--memory", help="of a device, as 80G; by default that of --device")
-    parser.add_argument("--costs", metavar="FILE", help="measured costs of the units, as Costs.save writes them")
-    parser.add_argument("--products", type=float, default=0.7, help="share of its peak that matrix products reach")
-    parser.add_argument("--share", type=float, default=0.85, help="share of its rate that a link gives to collectives")
-    parser.add_argument("--communicator", help="bytes of a device that NCCL takes for each communicator, as 200Mi")
-    parser.add_argument("--host", help="bytes a second of updates in host memory, on one rank (default: 10G)")
+    add_hardware(parser)
     parser.add_argument("--rows", type=int, help="with --hf: rows of a rank's microbatch (default: 1)")
     parser.add_argument(
         "--length", type=int, help=f"with --hf: tokens of a row (default: its positions, at most {LONGEST})"
@@ -76,6 +67,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--wires", nargs="+", metavar="FORMAT", default=[], help=words)
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--html", metavar="FILE", help="write a page with pictures, which needs no other file")
+
+
+def add_hardware(parser: argparse._ActionsContainer) -> None:
+    """Add what says on which devices and links a step would run."""
+    parser.add_argument("--link", default="ib400", help=f"between hosts: {', '.join(LINKS)}, or BYTES/S,LATENCY")
+    parser.add_argument("--inside", metavar="LINK", help="between ranks of one host; by default as --link")
+    parser.add_argument("--per-host", type=int, default=8, help="ranks on a host (default: 8)")
+    parser.add_argument("--device", default="h100", help=f"one of {', '.join(DEVICES)} (default: h100)")
+    parser.add_argument("--memory", help="of a device, as 80G; by default that of --device")
+    parser.add_argument("--costs", metavar="FILE", help="measured costs of the units, as Costs.save writes them")
+    parser.add_argument("--products", type=float, default=0.7, help="share of its peak that matrix products reach")
+    parser.add_argument("--share", type=float, default=0.85, help="share of its rate that a link gives to collectives")
+    parser.add_argument("--communicator", help="bytes of a device that NCCL takes for each communicator, as 200Mi")
+    parser.add_argument("--host", help="bytes a second of updates in host memory, on one rank (default: 10G)")
 
 
 def _check_model(args: argparse.Namespace) -> None:
@@ -92,7 +97,8 @@ def _check_model(args: argparse.Namespace) -> None:
 def run(args: argparse.Namespace) -> int:
     """Foresee, print, and say what would have to change."""
     _check_model(args)
-    mesh, machines, wires = read_mesh(args.mesh), read_hardware(args), read_wires(args.wires, args.search)
+    short = None if args.precision is None and args.job else args.precision != "fp32"
+    mesh, machines, wires = read_mesh(args.mesh), read_hardware(args, short), read_wires(args.wires, args.search)
     if args.html:
         target(args.html)  # an error now, and not when all is computed
     with telling(args.json) as progress, seldom_collected():
@@ -103,7 +109,7 @@ def run(args: argparse.Namespace) -> int:
             searched = _search(args, job, mesh, machines, wires, progress) if args.search else None
             if searched is not None:
                 job, mesh = _on_best(args, job, searched.best), searched.best.mesh
-            seen, found = _foreseen(job, mesh, machines, searched, progress)
+            seen, found = foreseen(job, mesh, machines, searched, progress)
         if args.html:
             progress("pictures", 0.97)
             write_page(Path(args.html), seen, found)
@@ -113,11 +119,11 @@ def run(args: argparse.Namespace) -> int:
         if searched is not None:
             _table(f"Meshes of {mesh.size:,} ranks, the best first", searched.head, [*searched.table()][:SHOWN])
             print("\n".join(f"{shape}: {why}" for shape, why in searched.refused.items()))
-        _print(seen, found)
+        show(seen, found)
     return 0 if seen.fits else 1
 
 
-def _foreseen(
+def foreseen(
     job: Any, mesh: Mesh, machines: Hardware, searched: Search | None, progress: Progress
 ) -> tuple[Foresight, list[Remedy]]:
     """The step on a mesh, and what would have to change for it to fit."""
@@ -220,12 +226,11 @@ def bytes_of(text: str) -> int:
     return int(count)
 
 
-def read_hardware(args: argparse.Namespace) -> Hardware:
-    """Return what the step would run on."""
+def read_hardware(args: argparse.Namespace, short: bool | None = None) -> Hardware:
+    """Return what the step would run on; ``short`` says whether products are in 16 bits, where the plan does not."""
     memory = bytes_of(args.memory) if args.memory else None
     costs = read_costs(args.costs) if args.costs else None
     room = bytes_of(args.communicator) if args.communicator else COMMUNICATOR
-    short = None if args.precision is None and args.job else args.precision != "fp32"
     links = args.link, args.inside, args.per_host
     host = None if args.host is None else bytes_of(args.host)
     found = hardware(args.device, *links, memory, args.products, args.share, short, costs, room, host)
@@ -262,7 +267,8 @@ def telling(silent: bool) -> Any:
         yield lambda what, part: bar.update(task, description=what, completed=part)
 
 
-def _print(seen: Foresight, found: Sequence[Remedy]) -> None:
+def show(seen: Foresight, found: Sequence[Remedy]) -> None:
+    """Print a forecast, and what would have to change for it to fit."""
     for title, head, rows in sections(seen):
         _table(title, head, rows)
     if not seen.fits:

@@ -5,9 +5,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from fshard.arguments import size_text
+from fshard.cli.plan_command import add_hardware, foreseen, read_hardware, seldom_collected, show, telling
 from fshard.errors import PlanError
 from fshard.foresight.foresee import state_bytes
 from fshard.launching.caller import launch
+from fshard.recipe.config_checks import check_config
 from fshard.recipe.config_text import key_table, to_toml
 from fshard.recipe.read_config import ReadConfig, read_config
 from fshard.recipe.run_config import planned, train
@@ -23,9 +25,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("config", help="a TOML file")
     parser.add_argument("changes", nargs="*", metavar="key=value", help="in place of what the file says")
     parser.add_argument("--ranks", type=int, help="start this many processes; without it, it joins those of torchrun")
-    parser.add_argument("--dry-run", action="store_true", help="print the plan and the memory of a rank, and stop")
+    parser.add_argument("--dry-run", action="store_true", help="print the plan and its forecast, and stop")
     parser.add_argument("--print-config", action="store_true", help="print every key with its value, and stop")
     parser.add_argument("--emit-script", metavar="FILE", help="write a Python script that does the same, and stop")
+    add_hardware(parser.add_argument_group("hardware of a dry run"))
 
 
 def key_lines_of_help() -> list[str]:
@@ -41,9 +44,10 @@ def run(args: argparse.Namespace) -> int:
     if args.print_config:
         print(to_toml(read.config), end="")
     elif args.emit_script:
+        check_config(read)
         write_whole(Path(args.emit_script), script_of(read.config))
     elif args.dry_run:
-        print("\n".join(summary(read, args.ranks or 1)))
+        return forecast(read, args)
     elif args.ranks is None:
         _train(args.config, args.changes)
     else:
@@ -60,14 +64,18 @@ def _train(config: str, changes: Sequence[str]) -> None:
         print(f"trained to step {state.step}" + (f": {out}" if out else ""))
 
 
-def summary(read: ReadConfig, ranks: int) -> list[str]:
-    """The plan, the schedule and the memory of a run on so many ranks."""
-    step, batch = planned(read, ranks)
-    trace = step.trace(batch)
-    peak = trace.footprint.peak_bytes if trace.needs else None
-    return [
-        str(step.plan),
-        f"schedule: {trace.schedule!r}",
-        f"state of a rank: {size_text(state_bytes(step, step.plan))} of parameters and optimizer state",
-        f"step of a rank: {'unknown until it has run' if peak is None else size_text(peak)} more at its peak",
-    ]
+def forecast(read: ReadConfig, args: argparse.Namespace) -> int:
+    """Print the plan, the memory of a rank here, and the forecast of ``fshard plan``; returns the exit status."""
+    machines = read_hardware(args)
+    step, batch = planned(read, args.ranks or 1)
+    trace, state = step.trace(batch), size_text(state_bytes(step, step.plan))
+    peak = size_text(trace.footprint.peak_bytes) if trace.needs else None
+    print(f"{step.plan}\nschedule: {trace.schedule!r}")
+    print(f"state of a rank: {state} of parameters and optimizer state")
+    print(f"step of a rank here: {'unknown until it has run' if peak is None else f'{peak} more at its peak'}\n")
+    if peak is None:
+        return 0
+    with telling(silent=False) as progress, seldom_collected():
+        seen, found = foreseen((step, batch), step.plan.mesh, machines, None, progress)
+    show(seen, found)
+    return 0 if seen.fits else 1

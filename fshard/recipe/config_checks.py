@@ -1,61 +1,70 @@
 """Checks of keys that belong together, and what a config's sources are."""
 
+from collections.abc import Iterator
 from pathlib import Path
 
 from fshard.errors import PlanError, lines
 from fshard.model import initial_values
+from fshard.recipe.read_config import REMEDY, ReadConfig, flat
 from fshard.recipe.train_config import TrainConfig
 
 
-def check_config(config: TrainConfig) -> None:
+def check_config(read: ReadConfig) -> None:
     """Refuse keys that do not fit together.
 
     Raises:
-        PlanError: naming each key, its value, and what to give.
+        PlanError: naming the place of each key, its value, and what to give.
     """
-    kind, data, mesh = config.objective.kind, config.data, config.mesh
-    texts = kind != "next-token" and source_format(config) == "text"
+    values = flat(read.config)
+    problems = [f"{read.place(key)}: {key} = {values[key]!r}: {text}" for key, text in _problems(read.config)]
+    if problems:
+        raise PlanError(lines("the config cannot be used:", problems, REMEDY))
+
+
+def _problems(config: TrainConfig) -> Iterator[tuple[str, str]]:
+    """The keys that do not fit to others, and what to give."""
+    kind, data, mesh, rate, track = config.objective.kind, config.data, config.mesh, config.rate, config.track
+    needs_out = ["track.tensorboard"] * track.tensorboard + ["checkpoints.every"] * (config.checkpoints.every > 0)
+    total = config.steps if rate.total == 0 else rate.total
     tests = {
-        "model.source is missing: give FILE.py:FUNCTION, a config.json, or a model of Hugging Face": (
-            not config.model.source
+        ("model.source", "give FILE.py:FUNCTION, a config.json, or a model of Hugging Face"): not config.model.source,
+        ("objective.kind", "it needs records: give data.source files of JSON lines or parquet"): (
+            kind != "next-token" and source_format(config) == "text"
         ),
-        f"objective.kind = {kind!r} needs records: give data.source files of JSON lines or parquet": texts,
-        f"data.rows = 'windows' is for next-token alone: drop it for {kind!r}": (
-            data.rows == "windows" and kind != "next-token"
-        ),
-        f"data.held_out = {data.held_out} leaves nothing to train on: give a share below 1": data.held_out >= 1,
-        "data.source: give one data set of Hugging Face, and its configuration if it has several": (
+        ("data.rows", f"is for next-token alone: drop it for {kind!r}"): data.rows != "packed" and kind != "next-token",
+        ("data.source", "give one data set of Hugging Face, and its configuration if it has several"): (
             data.format == "huggingface" and len(data.source) not in (1, 2)
         ),
-        "optimizer.name = 'muon' trains whole matrices: give adamw with model.lora": (
+        ("optimizer.name", "it trains whole matrices: give adamw with model.lora"): (
             config.model.lora.rank > 0 and config.optimizer.name == "muon"
         ),
-        f"optimizer.betas = {list(config.optimizer.betas)}: give two numbers": len(config.optimizer.betas) != 2,
-        f"mesh.shape has {len(mesh.shape)} sizes and mesh.axes {len(mesh.axes)} names: give as many": (
+        ("optimizer.betas", "give two numbers, each 0 or more and below 1"): (
+            len(config.optimizer.betas) != 2 or not all(0 <= beta < 1 for beta in config.optimizer.betas)
+        ),
+        ("mesh.axes", f"give a name for each of the {len(mesh.shape)} sizes of mesh.shape"): (
             len(mesh.shape) != len(mesh.axes)
         ),
-        "track.tensorboard writes to a folder: give out": config.track.tensorboard and not config.out,
-        "checkpoints.every saves to a folder: give out": config.checkpoints.every > 0 and not config.out,
+        ("mesh.batch", f"give some of mesh.axes, {', '.join(mesh.axes)}"): not {*mesh.batch} <= {*mesh.axes},
+        ("rate.warmup", f"give fewer steps than the {total} of the run"): rate.kind != "constant"
+        and rate.warmup >= total,
+        ("rate.floor", f"give at most rate.peak = {rate.peak}"): rate.kind != "constant" and rate.floor > rate.peak,
     }
-    problems = [text for text, wrong in tests.items() if wrong] + [*_rows(config)]
-    if problems:
-        raise PlanError(lines("the config cannot be used:", problems, "fshard train --help lists every key."))
+    yield from (found for found, wrong in tests.items() if wrong)
+    yield from ((key, "it writes to a folder: give out") for key in needs_out if not config.out)
+    yield from _rows(config)
 
 
-def _rows(config: TrainConfig) -> list[str]:
+def _rows(config: TrainConfig) -> Iterator[tuple[str, str]]:
     """Problems of rules and first values."""
     kinds = {"fsdp": range(1, 9), "replicated": range(1, 2), "dims": range(2, 9)}
-    bad = [
-        f'mesh.rules: {list(rule)}: give [pattern, "fsdp", axis...], [pattern, "replicated"] or [pattern, "dims", ...]'
-        for rule in config.mesh.rules
-        if len(rule) < 2 or len(rule) - 1 not in kinds.get(rule[1], ())
-    ]
+    for rule in config.mesh.rules:
+        if len(rule) < 2 or len(rule) - 1 not in kinds.get(rule[1], ()):
+            forms = '[pattern, "fsdp", axis...], [pattern, "replicated"] or [pattern, "dims", axis or "", ...]'
+            yield "mesh.rules", f"{list(rule)} is no rule: give {forms}"
     names = [name for name in initial_values.__all__ if name.islower()]
-    return bad + [
-        f"model.init: {list(rule)}: give [pattern, one of {', '.join(names)}, its numbers...]"
-        for rule in config.model.init
-        if len(rule) < 2 or rule[1] not in names
-    ]
+    for value in config.model.init:
+        if len(value) < 2 or value[1] not in names:
+            yield "model.init", f"{list(value)} is no value: give [pattern, one of {', '.join(names)}, its numbers...]"
 
 
 def source_format(config: TrainConfig) -> str:

@@ -54,9 +54,11 @@ def read_config(source: Any, changes: Sequence[str] = ()) -> ReadConfig:
         found = nested(source)
     elif not isinstance(source, Mapping):
         file = str(source)
-        text = read_text(source)
         try:
+            text = read_text(source)
             found = tomllib.loads(text)
+        except PlanError as error:
+            raise PlanError(f"{error}: give the path of a config in TOML") from None
         except tomllib.TOMLDecodeError as error:
             raise PlanError(f"{file} is not TOML: {error}: correct that line") from error
         places = dict(key_lines(text, file))
@@ -73,8 +75,8 @@ def _refuse_newer(found: Mapping[str, Any], place: str) -> None:
     version = found.get("version", VERSION)
     if version != VERSION:
         raise PlanError(
-            f"{place}: version = {version!r}: this fshard reads configs of version {VERSION}: install a newer fshard, "
-            f"or write the config for version {VERSION}"
+            f"{place}: version = {version!r}: this fshard reads configs of version {VERSION}: install a newer fshard "
+            f"for a later version, or write version = {VERSION}"
         )
 
 
@@ -184,11 +186,13 @@ def _problem(hint: Any, value: Any, known: Field[Any]) -> str | None:
     """Say what a value must be, if it is something else."""
     if not _fits(hint, value):
         return type_text(hint)
-    choices, least = known.metadata.get("choices"), known.metadata.get("least")
+    choices, least, below = [known.metadata.get(name) for name in ("choices", "least", "below")]
     if choices and value not in choices:
         near = difflib.get_close_matches(str(value), choices, 1)
         return f"one of {', '.join(choices)}" + (f"; did you mean {near[0]}?" if near else "")
-    return f"{least:g} or more" if least is not None and value < least else None
+    if least is not None and value < least:
+        return f"{least:g} or more"
+    return f"below {below:g}" if below is not None and value >= below else None
 
 
 def _fits(hint: Any, value: Any) -> bool:

@@ -8,30 +8,34 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.utils.data import default_collate
 
-from fshard import tree
 from fshard.arguments import Want, expect, raised
 from fshard.checkpoint.checkpointer import Checkpointer
-from fshard.errors import PlanError, ShardError, lines
+from fshard.errors import CheckpointError, PlanError, ShardError, TreeError, lines, missing_extra
 from fshard.launch import make_mesh
+from fshard.recipe.config_checks import check_config, reads_weights
 from fshard.recipe.config_text import changed_meaning, to_toml
-from fshard.recipe.read_config import ReadConfig, read_config
+from fshard.recipe.read_config import ReadConfig, flat, read_config
 from fshard.recipe.train_config import TrainConfig
 from fshard.recipe.train_script import script_of
 from fshard.sharding.mesh import Mesh, abstract_mesh, resolve_sizes
+from fshard.state.init import first_values
 from fshard.state.train_state import TrainState
 from fshard.training.train_step import TrainStep
 from fshard.writing import write_whole
 
 ABOUT = {
-    "make_tokens": "data.tokenizer",
-    "read_data": "data.source",
-    "make_model": "model.source",
-    "make_plan": "mesh.rules",
-    "make_step": "optimizer",
+    "make_tokens": ("data.tokenizer", "give bytes, or a name or folder of Hugging Face"),
+    "read_data": ("data.source", "give other files, or data.format"),
+    "make_model": ("model.source", "give FILE.py:FUNCTION, a config.json, or a folder or name of Hugging Face"),
+    "make_plan": ("mesh.rules", "give other rules"),
+    "make_step": ("optimizer", "give other values"),
+    "make_trackers": ("track", "give other values"),
 }
-"""The functions of a script, and the key that a failure in each is about."""
+"""The functions of a script: the key that a failure in each is about, and what to do if the failure does not say."""
+
+USUAL = (ShardError, ImportError, OSError, ValueError, LookupError)
+"""Failures that a config leads to; others are defects, except in the code of a model."""
 
 
 def train(config: str | os.PathLike[str] | dict[str, Any] | TrainConfig, changes: Sequence[str] = ()) -> TrainState:
@@ -59,49 +63,75 @@ def train(config: str | os.PathLike[str] | dict[str, Any] | TrainConfig, changes
     ]
     expect("train(config, changes)", wants)
     read = read_config(config, changes)
-    _check_run(read)
     script = loaded(read)
     with about(read, "mesh.shape"):
         mesh = make_mesh(read.config.mesh.shape, read.config.mesh.axes)
     with mesh:
         _check_batch(read, mesh)
-        if read.config.out and mesh.rank == 0:
-            Path(read.config.out).mkdir(parents=True, exist_ok=True)
-            write_whole(Path(read.config.out) / "config.toml", to_toml(read.config))
-        state: TrainState = script["train"](mesh)
+        with about(read, "out", "give another folder", (CheckpointError, TreeError, OSError)):
+            if read.config.out and mesh.rank == 0:
+                Path(read.config.out).mkdir(parents=True, exist_ok=True)
+                write_whole(Path(read.config.out) / "config.toml", to_toml(read.config))
+            state: TrainState = script["train"](mesh)
     return state
 
 
 @contextmanager
-def about(read: ReadConfig, name: str) -> Iterator[None]:
-    """Say which key, of which line, a failure is about."""
+def about(read: ReadConfig, name: str, remedy: str = "", kinds: Any = USUAL) -> Iterator[None]:
+    """Say which key, of which line, a failure is about, its value, and what to do if the failure does not say."""
     try:
         yield
-    except Exception as error:
-        known = isinstance(error, ShardError | ImportError | OSError) or name == "model.source"
+    except (Exception, SystemExit) as error:
+        known = isinstance(error, kinds) or name == "model.source"
         if not known or "told" in vars(error):  # by a function that this one calls
             raise
+        values, text = flat(read.config), _told(error, remedy)
+        table = name.rpartition(".")[0]  # a failure may begin with the name of its argument, such as units
+        keys = [key for key in values if key.rpartition(".")[0] == table and text.startswith(key[len(table) + 1 :])]
+        name = [*keys, name][0]
+        place = f"{read.place(name)}: {name}{f' = {values[name]!r}' if name in values else ''}: "
         kind = ImportError if isinstance(error, ImportError) else PlanError
-        told = str(error) if isinstance(error, ShardError | ImportError) else raised(error)
-        found = kind(f"{read.place(name)}: {name + ': ' if name else ''}{told}")
+        found = kind(place + text)
         vars(found).update(told=True)
         raise found from error
 
 
+def _told(error: BaseException, remedy: str) -> str:
+    """A failure in words, with a remedy."""
+    text, name = str(error), (getattr(error, "name", None) or "").partition(".")[0]
+    if name in ("transformers", "huggingface_hub", "datasets", "pyarrow"):
+        return str(missing_extra("it", name, "recipe"))
+    if isinstance(error, ImportError) and "pip install" not in text:
+        return f"{text}: install it"
+    if isinstance(error, ShardError | ImportError) or ": give " in text:
+        return text
+    if isinstance(error, OSError) and error.filename:
+        text = f"{error.strerror}: {os.fspath(error.filename)!r}"
+    elif isinstance(error, OSError | ValueError) and text:
+        text = text.splitlines()[0].strip().rstrip(".:")
+    else:
+        text = raised(error)
+    return f"{text}: {remedy}"
+
+
 def loaded(read: ReadConfig) -> dict[str, Any]:
     """The functions of a config's script, which say what a failure is about. Tracebacks show its lines."""
-    with about(read, ""):
-        text = script_of(read.config)
-    name = f"<script of {read.file or 'a config'}>"
+    check_config(read)
+    _check_run(read)
+    text, name = script_of(read.config), f"<script of {read.file or 'a config'}>"
     linecache.cache[name] = (len(text), None, text.splitlines(keepends=True), name)
     script: dict[str, Any] = {"__name__": name}
     exec(compile(text, name, "exec"), script)
-    script |= {name: about(read, key)(script[name]) for name, key in ABOUT.items()}
+    script |= {name: about(read, *told)(script[name]) for name, told in ABOUT.items()}
     return script
 
 
 def _check_run(read: ReadConfig) -> None:
-    """Refuse a config that means another run than the one whose checkpoints are in its folder."""
+    """Refuse a folder that cannot be one of a run, or that has checkpoints of another run."""
+    out = Path(read.config.out)
+    there = next(each for each in (out, *out.parents) if os.path.lexists(each))
+    if read.config.out and not (there.is_dir() and os.access(there, os.W_OK)):
+        raise PlanError(f"{read.place('out')}: out = {read.config.out!r}: no folder can be there: give another path")
     saved = Path(read.config.out) / "config.toml"
     if read.config.out and saved.is_file() and Checkpointer(saved.with_name("checkpoints")).steps():
         changed = changed_meaning(read_config(saved).config, read.config)
@@ -127,17 +157,20 @@ def planned(read: ReadConfig, ranks: int) -> tuple[TrainStep, Any]:
         PlanError: anything in the config that the run would fail by, with its line.
     """
     config, script = read.config, loaded(read)
-    _check_run(read)
-    with about(read, "mesh.shape"):
-        mesh = abstract_mesh(resolve_sizes(config.mesh.shape, config.mesh.axes, ranks), config.mesh.axes)
+    with about(read, "mesh.shape", f"give sizes for {ranks} ranks"):
+        sizes = resolve_sizes(config.mesh.shape, config.mesh.axes, ranks)
+        mesh = abstract_mesh(sizes, config.mesh.axes)
     _check_batch(read, mesh)
     model, (rows, _) = script["make_model"](), script["read_data"]()
+    script["make_trackers"]()
     plan = script["make_plan"](model, mesh)
-    step = script["make_step"](model, plan)
-    batch = default_collate([rows[i % len(rows)] for i in range(config.batch)])
-    batch = plan.local_batch(tree.mapped(lambda x: x.long(), batch))
+    step: TrainStep = script["make_step"](model, plan)
+    if not reads_weights(config):
+        with about(read, "model.init", "give other first values"):
+            first_values(plan, script["first_values"](model))
+    batch = plan.local_batch(script["on_device"]([rows[i] for i in range(config.batch)], mesh.device))
     if config.objective.kind == "dpo":
         batch["before"] = torch.zeros(len(batch["tokens"]), device="cpu")
-    with about(read, "model.source"):
+    with about(read, "model.source", "give a model of tokens that returns logits"):
         step.trace(batch)
     return step, batch

@@ -10,7 +10,15 @@ VERSION = 1
 """The version of configs that this library reads."""
 
 
-def key(default: T, text: str, *, choices: Sequence[str] = (), least: float | None = None, free: bool = False) -> T:
+def key(
+    default: T,
+    text: str,
+    *,
+    choices: Sequence[str] = (),
+    least: float | None = None,
+    below: float | None = None,
+    free: bool = False,
+) -> T:
     """A key of a config.
 
     Args:
@@ -18,9 +26,11 @@ def key(default: T, text: str, *, choices: Sequence[str] = (), least: float | No
         text: a line of help.
         choices: the values that it may have; none for any.
         least: the least number that it may be.
+        below: the number that it must be below.
         free: whether a run may go on with another value.
     """
-    return field(default=default, metadata={"help": text, "choices": tuple(choices), "least": least, "free": free})
+    more = {"choices": tuple(choices), "least": least, "below": below, "free": free}
+    return field(default=default, metadata={"help": text, **more})
 
 
 def table(cls: type[T], *, free: bool = False) -> T:
@@ -74,7 +84,7 @@ class DataConfig:
     )
     whole: bool = key(False, "whether packed documents are kept whole, not cut where a row ends")
     isolate: bool = key(True, "whether a Hugging Face model sees each packed document alone (mask and positions)")
-    held_out: float = key(0.1, "share of the data that is held out for evaluation, at its end", least=0.0)
+    held_out: float = key(0.1, "share of the data that is held out for evaluation, at its end", least=0.0, below=1.0)
 
 
 @dataclass(frozen=True)
@@ -109,11 +119,13 @@ class OptimizerConfig:
     name: str = key("adamw", "muon: matrices of units by Muon, all else by AdamW", choices=("adamw", "muon"))
     betas: tuple[float, ...] = key((0.9, 0.95), "decay rates of AdamW's moments")
     eps: float = key(1e-8, "added to the root of AdamW's second moment", least=0.0)
-    momentum: float = key(0.95, "Muon's momentum", least=0.0)
+    momentum: float = key(0.95, "Muon's momentum", least=0.0, below=1.0)
     weight_decay: float = key(0.1, "weight decay", least=0.0)
     decay: str = key("matrices", "leaves that decay: no vectors, or all", choices=("matrices", "all"))
     clip_norm: float = key(1.0, "largest norm of the gradient; 0 does not clip", least=0.0)
-    average: float = key(0.0, "decay of an average of the weights, which is evaluated; 0 for none", least=0.0)
+    average: float = key(
+        0.0, "decay of an average of the weights, which is evaluated; 0 for none", least=0.0, below=1.0
+    )
 
 
 @dataclass(frozen=True)

@@ -93,13 +93,7 @@ def init_state(
         def value(path: str, piece: Piece) -> Tensor:
             return take(flat[path].detach(), piece)
     else:
-        given = initializers(plan, init)
-        inits = {**plan.inits, **given}
-        missing = [f"{path}  {list(leaf.shape)}" for path, leaf in plan.leaves.items() if path not in inits]
-        if missing:
-            remedy = "Give init=[(pattern, fs.init.normal(0.02)), ...], or params= with values to start from."
-            raise PlanError(lines(f"{len(missing)} leaves have no initializer:", missing, remedy))
-        _warn_of_own(plan, [path for path in plan.leaves if path not in given])
+        inits = first_values(plan, init)
 
         def value(path: str, piece: Piece) -> Tensor:
             return fresh_values(inits[path], fold(seed, path), plan.leaves[path].shape, piece, plan.mesh.device)
@@ -108,6 +102,22 @@ def init_state(
         return start(own, opt, value, 0, seed)
     told = samples(flat) if params is not None else {} if shards is not None else initializers_told(inits.items())
     return start(own, opt, value, 0, seed, Past(told, exact=shards is None))
+
+
+def first_values(plan: Plan, init: Inits) -> dict[str, Any]:
+    """The initializer of each leaf, by path: that of the first pattern that matches, or that of its module.
+
+    Raises:
+        PlanError: leaves without one, or patterns that match nothing.
+    """
+    given = initializers(plan, init)
+    inits = {**plan.inits, **given}
+    missing = [f"{path}  {list(leaf.shape)}" for path, leaf in plan.leaves.items() if path not in inits]
+    if missing:
+        remedy = "Give init=[(pattern, fs.init.normal(0.02)), ...], or params= with values to start from."
+        raise PlanError(lines(f"{len(missing)} leaves have no initializer:", missing, remedy))
+    _warn_of_own(plan, [path for path in plan.leaves if path not in given])
+    return inits
 
 
 def _warn_of_own(plan: Plan, paths: Sequence[str]) -> None:

@@ -49,9 +49,10 @@ LAYERS = (
     ("__main__",),
     ("func", "io", "sim", "trackers", "types"),
     ("",),
+    ("trainer",),
 )
-"""The rooms, lowest first; ``""`` is the package's ``__init__``. A room imports from lower layers only; files
-right under the package may also import others of their layer."""
+"""The rooms, lowest first; ``""`` is the package's ``__init__``, and ``trainer`` a script on top of it. A room imports
+from lower layers only; files right under the package may also import others of their layer."""
 
 FLOORS = (("comm", "flight"), ("memory",), ("engine", "graphs"), ("execution",), ("steps",))
 """The rooms of the runtime, lowest first. A room imports from its own floor and from lower ones."""

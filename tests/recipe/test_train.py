@@ -73,7 +73,8 @@ def test_a_config_and_its_script_have_the_same_losses(name: str, tmp_path: Path)
 def test_a_run_goes_on_and_another_run_is_refused(tmp_path: Path) -> None:
     whole = trained("sft", tmp_path / "whole", "steps=3")
     first = trained("sft", tmp_path / "parts", "steps=1", "rate.total=3", "checkpoints.every=1")
-    assert trained("sft", tmp_path / "parts", "steps=3", "mesh.shape=[2]", "checkpoints.keep=1") == whole
+    other_mesh = "mesh.shape=[1, 2]", "mesh.axes=['replica', 'data']"
+    assert trained("sft", tmp_path / "parts", "steps=3", *other_mesh, "checkpoints.keep=1") == whole
     assert first == whole[:1]
     assert trained("sft", tmp_path / "parts", "steps=3") == whole  # it was over
     with pytest.raises(PlanError) as caught:
@@ -81,6 +82,9 @@ def test_a_run_goes_on_and_another_run_is_refused(tmp_path: Path) -> None:
     told = str(caught.value)
     assert "command line: seed: the run has 0, and the config now 1" in told
     assert "objective.kind" in told and "rate.total: the run has 3, and the config now 9" in told
+    (tmp_path / "parts" / "config.toml").unlink()
+    with pytest.raises(PlanError, match=r"command line: out = '.*parts': .* does not fit the plan"):
+        trained("sft", tmp_path / "parts", "steps=9", "model.options={depth = 1, width = 16}")
 
 
 @pytest.mark.parametrize(
