@@ -26,7 +26,7 @@ class Stages:
     Args:
         axis: the mesh axis along which stages lie. It is no data axis.
         cut: where the model is cut: ``"balanced"`` by the bytes of the parameters of its units, the numbers of units of
-            the stages in order, or globs of the unit that begins each stage but the first.
+            the stages in order, or globs of the unit that begins each stage.
         chunks: the stages of each rank.
         placement: how they lie: ``"loop"`` has stage s on rank s modulo ranks, ``"v"`` goes forth and back, so that the
             first and the last stage are on one rank.
@@ -37,10 +37,10 @@ class Stages:
         PlanError: a value of another type.
 
     >>> import fshard as fs, torch
-    >>> params = {f"layers.{n}": {"w": torch.zeros(4, 4)} for n in range(4)}
+    >>> params = fs.tree.nest({f"layers.{n}.w": torch.zeros(4, 4) for n in range(4)})
     >>> mesh = fs.abstract_mesh((2, 2), ("stage", "data"))
     >>> plan = fs.make_plan(params, mesh, [(".*", fs.fsdp("data"))], batch=fs.P("data"), units=["layers.*"],
-    ...                     stages=Stages("stage"))
+    ...                     stages=fs.Stages("stage"))
     >>> list(plan.own.leaves), plan.stages.homes
     (['layers.0.w', 'layers.1.w'], (0, 1))
     """

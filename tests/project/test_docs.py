@@ -10,6 +10,8 @@ import pytest
 import torch
 
 from fshard import errors
+from fshard.pipeline import bubble, held_on_ranks, make_order
+from fshard.pipeline.named_orders import ORDERS
 
 ROOT = Path(__file__).parents[2]
 FOLDERS = (ROOT / "docs").glob("*.md"), (ROOT / "tests").rglob("*.md")
@@ -147,6 +149,21 @@ def test_optimizers(capsys: pytest.CaptureFixture[str]) -> None:
     torch.manual_seed(0)
     assert run(ROOT / "docs" / "optimizers.md") > 7
     assert "0/1: 16.0 KiB of padding" in capsys.readouterr().out
+
+
+def test_pipelines() -> None:
+    torch.manual_seed(0)
+    assert run(ROOT / "docs" / "pipelines.md") == 4
+
+
+def test_the_table_of_orders_is_true() -> None:
+    text = (ROOT / "docs" / "pipelines.md").read_text()
+    rows = [line.strip("| ").split(" | ") for line in text.splitlines() if re.match(r'\| `"\w+"', line)]
+    assert [re.findall(r"\w+", row[0])[0] for row in rows] == [*ORDERS]
+    for name, chunks, idle, held in rows:
+        order = make_order(re.findall(r"\w+", name)[0], 4, 8, int(chunks))
+        assert idle == f"{bubble(order):.0%}".replace("%", " %")
+        assert held.removesuffix(", of half a size") == ", ".join(map(str, held_on_ranks(order)))
 
 
 PLAIN = ("from-fsdp2.md", "from-jax.md", "gpus.md", "meshes.md", "precision.md", "reliability.md", "slow-links.md")
