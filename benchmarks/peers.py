@@ -329,18 +329,20 @@ def check_agreement(peers: Mapping[str, Peer], size: Size, steps: int = 3, toler
                 raise SystemExit(f"the peers do not train alike: {name} {losses}, {next(iter(alike))} {first}")
 
 
+Count = Callable[[], int] | None
 Sample = dict[str, list[float]]
 """What was measured of one peer in each round, by measure."""
 
 
 def interleave(
-    peers: Mapping[str, Peer], size: Size, rounds: int, counter: Callable[[], int] | None = None, warm: int = 0
+    peers: Mapping[str, Peer], size: Size, rounds: int, counter: Count = None, warm: int = 0, part: int | None = None
 ) -> dict[str, Sample]:
     """Let the peers take turns, and measure each step: ``wall`` and ``cpu`` seconds of this process, ``sent`` bytes.
 
-    Who begins changes from round to round. All ranks begin a step together. ``cpu`` counts every thread of the
-    process. One round before the first is not counted. In each turn ``warm`` steps go before the one that is measured,
-    so that small steps find their own code and data in the caches, as they would where nobody takes turns.
+    Who begins changes from round to round. All ranks begin a step together, each on its rows, or on those of ``part``.
+    ``cpu`` counts every thread of the process. One round before the first is not counted. In each turn ``warm`` steps
+    go before the one that is measured, so that small steps find their own code and data in the caches, as they would
+    where nobody takes turns.
     """
     rank, world = _place()
     names = list(peers)
@@ -350,7 +352,7 @@ def interleave(
     for number in range(-1, rounds):
         shift = number % len(names)
         for name in names[shift:] + names[:shift]:
-            batch = rows(size, number + 100, rank)
+            batch = rows(size, number + 100, rank if part is None else part)
             for _ in range(warm):
                 peers[name].step(batch)
             _barrier(world)

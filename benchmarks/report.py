@@ -16,6 +16,7 @@ ORDER = (
     "jax_fsdp",
     "wire",
     "hsdp",
+    "pipeline",
     "formats",
     "outer",
     "balance",

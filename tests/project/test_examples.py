@@ -26,6 +26,7 @@ BRIEF = {
     "maml": (["--steps", "2", "--tasks", "2"], "right from learned start values"),
     "energy": (["--steps", "3", "--depth", "1"], "slope of the energy"),
     "train_tp": (["--steps", "3", "--depth", "1", "--debug"], "in one process"),
+    "train_pipeline": (["--steps", "2", "--width", "32", "--debug"], "bits per byte of held-out text"),
     "train_moe": (["--steps", "3", "--depth", "1", "--debug"], "bits per byte of held-out text; balance"),
     "outer": (["--steps", "6", "--depth", "1", "--width", "32", "--every", "4"], "apart sends"),
     "train_vit": (["--steps", "3", "--depth", "1"], "held-out digits are right"),
@@ -79,6 +80,19 @@ def test_a_gpt_is_pretrained_resumed_and_sampled(tmp_path: Path) -> None:
     assert [row["step"] for row in rows if "loss" in row] == [*range(1, 8)]
     assert [row["step"] for row in rows if "held out" in row] == [3, 5, 6, 7]
     assert len(list((tmp_path / "checkpoints").glob("step*"))) == 2
+
+
+@pytest.mark.slow
+def test_a_pipeline_goes_on_with_other_stages(tmp_path: Path) -> None:
+    brief = ["examples/train_pipeline.py", "--width", "32", "--context", "32", "--depth", "4"]
+    launch = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node")
+    said = run(*launch, "4", *brief, "--steps", "2", "--out", str(tmp_path))
+    assert "2 stages of 2 shards, step 0" in said and "step 2 is saved" in said
+    said = run(*launch, "2", *brief, "--steps", "4", "--chunks", "2", "--out", str(tmp_path))
+    assert "2 stages of 1 shards, step 2" in said
+    alone = run(sys.executable, *brief, "--steps", "4")
+    last = re.compile(r"step 4: loss [\d.]+, [\d.]+ bits per byte")
+    assert last.findall(said) == last.findall(alone) != []
 
 
 def test_the_llama_is_short() -> None:
