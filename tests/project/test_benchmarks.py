@@ -26,6 +26,7 @@ NAMES = (
     "jax_fsdp",
     "balance",
     "hsdp",
+    "pipeline_peers",
     "gpu",
     "pictures",
     "auto",
@@ -145,6 +146,15 @@ def test_jax_trains_the_same_model(bench: Any, form: str, tmp_path: Path) -> Non
     with bench.turns.Family(form, [command], bench.jax_fsdp.JAX, timeout=150) as family:
         theirs = [family.step(form, number)["loss"] for number in range(4)]
     assert theirs == pytest.approx(ours, rel=1e-5)
+
+
+def test_the_stages_of_a_pipeline_are_the_model(bench: Any) -> None:
+    size = bench.model.Size(depth=4, width=32, heads=2, tokens=8, batch=2, vocabulary=16)
+    cut, rows = bench.pipeline_peers.gpt(size, 2), bench.model.rows(size, 0)
+    first, last = cut.parts
+    assert torch.equal(last(first(cut.inputs(rows))), cut.net(cut.inputs(rows)))
+    names = [{id(leaf) for leaf in part.parameters()} for part in cut.parts]
+    assert names[0] | names[1] == {id(leaf) for leaf in cut.net.parameters()} and not names[0] & names[1]
 
 
 def test_gaps_are_what_no_kernel_covers(bench: Any) -> None:
