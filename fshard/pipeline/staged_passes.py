@@ -46,7 +46,11 @@ class StageRun:
     parted: PartedBackward | None = None
 
     def release(self) -> None:
-        """Let go of all but the result: its backward is over."""
+        """Let go of all but the result: its backward is over. A loss holds its graph, which holds what was received."""
+        if self.loss is not None:
+            loss, self.result = self.loss, None
+            aux = tree.mapped(detached, loss.aux) if loss.aux else loss.aux
+            self.loss = Loss(loss.total.detach(), loss.count, aux)
         self.values.clear()
         self.received.clear()
         self.grads.clear()
@@ -240,6 +244,5 @@ class StagedPasses(Passes):
             aux = told_values(loss.aux)
             return PassResult([none], [{} if aux is NOTHING else aux], loss.count is not None)
         losses = [run.loss for run in runs if run.loss is not None]
-        totals = [(loss.total.detach(), 1.0 if loss.count is None else loss.count) for loss in losses]
-        aux = [tree.mapped(detached, loss.aux) if loss.aux else loss.aux for loss in losses]
-        return PassResult(totals, aux, losses[0].count is not None)
+        totals = [(loss.total, 1.0 if loss.count is None else loss.count) for loss in losses]
+        return PassResult(totals, [loss.aux for loss in losses], losses[0].count is not None)
