@@ -83,7 +83,7 @@ prose: $(BASE)  ## Count the words and the long sentences of README and docs; AR
 docs: $(PAGES)  ## Build the site, build/site/index.html; ARGS="-D nb_execution_mode=force" runs its notebooks.
 	$(BIN)/python -m sphinx -W --keep-going -q -j $(JOBS) -c docs -d build/pages . build/site $(ARGS)
 
-notebooks: $(STAMP)  ## Run the six notebooks and keep what they show: git diff tells what was stale.
+notebooks: $(STAMP)  ## Run the notebooks and keep what they show: git diff tells what was stale.
 	$(BIN)/python -m tests.notebooks
 
 site: docs  ## Open every page of the site in a browser, and follow every link.

@@ -26,7 +26,7 @@ except ImportError:
 SIZES = {"phone": (390, 844), "desktop": (1360, 900)}
 SHOTS = {
     "site-desktop.png": ("docs/api/steps", "desktop", "light"),
-    "site-notebook.png": ("examples/notebooks/3_schedules", "desktop", "dark"),
+    "site-notebook.png": ("examples/notebooks/5_schedules", "desktop", "dark"),
     "site-phone.png": ("docs/index", "phone", "light"),
 }
 """Pictures: the page, its size and its colors."""

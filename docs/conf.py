@@ -24,6 +24,7 @@ extensions = [
     "sphinx_design",
     "site_names",
     "site_examples",
+    "site_colab",
 ]
 root_doc = "docs/index"
 include_patterns = ["*.md", "docs/**", "examples/**", "benchmarks/*.md", "tests/*/README.md"]

@@ -12,7 +12,7 @@ from fshard.played.transport import VirtualTransport
 from fshard.runtime.comm.communicator import SingleRankTransport
 from fshard.runtime.comm.devices import own_device, read_device
 from fshard.runtime.comm.joining import join
-from fshard.runtime.comm.processes import ProcessTransport
+from fshard.runtime.comm.part_transport import MeshTransport
 from fshard.sharding.mesh import Mesh, resolve_sizes
 from fshard.tracebacks import shorten
 
@@ -83,9 +83,7 @@ def _joined(
         return Mesh(resolved, tuple(axis_names), 0, own_device(device), SingleRankTransport())
     mesh = Mesh(resolve_sizes(sizes, axis_names, joined.world), tuple(axis_names), joined.rank, joined.device)
     limit = datetime.timedelta(seconds=timeout)
-    transport = ProcessTransport(
-        mesh, joined.backend, limit, joined.owned, shared_memory, descriptors=joined.descriptors
-    )
+    transport = MeshTransport(mesh, joined.backend, limit, joined.owned, shared_memory, descriptors=joined.descriptors)
     if joined.alive is not None:
         transport.meet(joined.alive.look)
     return dataclasses.replace(mesh, transport=transport)

@@ -152,7 +152,7 @@ def stored_names(path: str, manifest: Manifest, entries: Sequence[Entry], reques
 
 
 def _of_other_stages(plan: Plan) -> tuple[str, ...]:
-    """How the names of tensors end that ranks of other stages read."""
+    """The ends of the names of tensors that ranks of other stages read."""
     return () if plan.stages is None else tuple([f".{path}" for path in plan.leaves if path not in plan.own.leaves])
 
 

@@ -14,6 +14,7 @@ from fshard.generation.sampling import Sampling
 from fshard.runtime.comm import collective_call, telling
 from fshard.runtime.engine import Mean
 from fshard.sharding.plan import Plan
+from fshard.sharding.stage_table import refuse_stages
 from fshard.state.init import unshard
 from fshard.state.train_state import TrainState
 from fshard.training.evaluate import make_eval_step
@@ -211,6 +212,7 @@ def make_generate(forward: Forward, plan: Plan, *, weights: str = "sharded") -> 
         ("plan", plan, Plan, "what fs.make_plan returned"),
     ]
     expect("make_generate(forward, plan)", wants)
+    refuse_stages("make_generate(forward, plan)", plan)
     if weights not in WEIGHTS:
         raise PlanError(f"weights={weights!r} must be one of {', '.join(map(repr, WEIGHTS))}")
     local = sorted({axis for leaf in plan.leaves.values() for axis in leaf.compute.axes})

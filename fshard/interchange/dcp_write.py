@@ -41,6 +41,7 @@ from fshard.runtime.comm import (
 from fshard.sharding.layout import Piece
 from fshard.sharding.mesh import Mesh
 from fshard.sharding.plan import Plan
+from fshard.sharding.stage_table import refuse_stages
 from fshard.state.entries import entries
 from fshard.state.fit import check_optimizer
 from fshard.state.pieces import Entry, split_name
@@ -106,6 +107,7 @@ def save_dcp(
         ("buffers", buffers, (Mapping, type(None)), "a tree of tensors, such as model.buffers"),
     ]
     expect("save_dcp(state, path, opt)", wants)
+    refuse_stages("save_dcp(state, path, opt)", state.plan)
     if opt is not None:
         check_optimizer(state.plan, opt)
     names = _renamed(state.plan, rename)

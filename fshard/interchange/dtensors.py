@@ -22,6 +22,7 @@ from fshard.sharding.leaf import Leaf
 from fshard.sharding.mesh import Mesh
 from fshard.sharding.plan import Plan
 from fshard.sharding.spec import Shape, axes_of
+from fshard.sharding.stage_table import refuse_stages
 
 
 @collective_call
@@ -49,6 +50,7 @@ def to_dtensor(params: Mapping[str, Any], plan: Plan, *, device_mesh: Any = None
         net.load_state_dict(dict(fs.tree.paths(tree)), assign=True)
     """
     expect("to_dtensor(params, plan)", [("plan", plan, Plan, "what fs.make_plan returned")])
+    refuse_stages("to_dtensor(params, plan)", plan)
     flat = plan.check_tree(params, whole=False)
     theirs, mesh = joined_mesh(plan.mesh, device_mesh), plan.mesh
     enter(mesh, "to_dtensor")
@@ -88,6 +90,7 @@ def from_dtensor(params: Mapping[str, Any], plan: Plan) -> dict[str, Any]:
     {'w': tensor([1., 2., 3., 4.])}
     """
     expect("from_dtensor(params, plan)", [("plan", plan, Plan, "what fs.make_plan returned")])
+    refuse_stages("from_dtensor(params, plan)", plan)
     aliases = {alias for leaf in plan.leaves.values() for alias in leaf.aliases}
     given = plan.check_tree(tree.nest({k: v for k, v in dotted(params) if k not in aliases}), whole=True)
     pairs = [(value.dtype, plan.leaves[path].dtype, path) for path, value in given.items()]

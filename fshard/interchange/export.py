@@ -16,6 +16,7 @@ from fshard.runtime.comm.copies import Copy, unequal_copies
 from fshard.sharding.mesh import Axes
 from fshard.sharding.part_mesh import ReplicaMesh
 from fshard.sharding.plan import Plan
+from fshard.sharding.stage_table import refuse_stages
 from fshard.state.entries import entries
 from fshard.state.pieces import Entry
 from fshard.state.settle import settle
@@ -183,6 +184,7 @@ def export_entries(
     """The plan, the entries to export under their exported names, and a function that raises if they were donated."""
     if what not in ("params", "opt_state", "state"):
         raise PlanError(f"what={what!r} must be 'params', 'opt_state' or 'state'")
+    refuse_stages("this export", state.plan if isinstance(state, TrainState) else plan)
     if isinstance(state, TrainState):
         if plan is not None:
             state.check_plan(plan)

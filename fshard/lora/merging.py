@@ -17,6 +17,7 @@ from fshard.played.everywhere import called_on_each_rank
 from fshard.runtime.comm import collective_call, enter
 from fshard.sharding.layout import Piece
 from fshard.sharding.plan import Plan
+from fshard.sharding.stage_table import refuse_stages
 from fshard.state.entries import entries
 from fshard.state.move import whole_entry
 from fshard.state.pieces import PARAMS, Entry
@@ -89,6 +90,7 @@ def absorb(state: TrainState, *, alpha: float) -> TrainState:
     """
     wants = [("state", state, TrainState, "what a step returned"), ("alpha", alpha, (int, float), "a number")]
     expect("lora.absorb(state)", wants)
+    refuse_stages("lora.absorb(state)", state.plan)
     plan = state.plan
     _check_pairs(plan.leaves)
     new = copy.deepcopy(settle(state))

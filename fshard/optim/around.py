@@ -9,7 +9,7 @@ from torch import Tensor
 from fshard.optim import checks
 from fshard.optim.base import Optimizer, State, States, Tensors, unscale
 from fshard.optim.combinators import Inner
-from fshard.optim.contract import at_step
+from fshard.optim.contract import at_step, update_of
 from fshard.optim.form import Form
 from fshard.torch_internals import foreach_add_, foreach_lerp_, foreach_zero_
 
@@ -57,7 +57,7 @@ class ema(Inner):  # noqa: N801 - reads as the function it is in a train script
 
     def update(self, params: Tensors, grads: Tensors, states: States, *, step: int, hyper: Any, **more: Any) -> None:
         """Update, then average; see ``Optimizer.update``."""
-        self.opt.update(params, grads, states, step=step, hyper=hyper, **more)
+        update_of(self.opt)(params, grads, states, step=step, hyper=hyper, **more)
         found_inf = more.get("found_inf")
         if params and (found_inf is None or found_inf.item() != 1):
             kept = [state[EMA] for state in states]
@@ -125,5 +125,5 @@ class every(Inner):  # noqa: N801
             return
         late = more.get("late", 0)
         more["late"] = self.number(late) if late > 0 else -self.number(-late)
-        self.opt.update(params, grads, states, step=self.number(step), hyper=hyper, **more)
+        update_of(self.opt)(params, grads, states, step=self.number(step), hyper=hyper, **more)
         foreach_zero_(carried)

@@ -1,6 +1,8 @@
 """The contract of an optimizer, with the defaults of what it may leave out."""
 
 import copy
+import functools
+import inspect
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -9,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fshard.errors import PlanError
-from fshard.optim.base import Optimizer, Rate, State, rate
+from fshard.optim.base import Optimizer, Rate, State, rate, unscale
 from fshard.optim.form import Form, Grain, LeafInfo
 
 LearningRate = float | Mapping[str, float] | None
@@ -62,7 +64,7 @@ class Contract:
                 f"fs.optim.partition are replaced by a mapping from its patterns, such as {{'.*': 0.1}}; or give each "
                 f"of its parts a function of the step"
             )
-        return replace(self, opt=opt, update=opt.update)
+        return replace(self, opt=opt, update=update_of(opt))
 
     def at_step(self, step: int) -> "Contract":
         """The same with learning rates that are numbers: those of the update number ``step``, counted from 1.
@@ -73,7 +75,7 @@ class Contract:
             PlanError: there is no rate for this update.
         """
         opt = at_step(self.opt, step)
-        return self if opt is self.opt else replace(self, opt=opt, update=opt.update)
+        return self if opt is self.opt else replace(self, opt=opt, update=update_of(opt))
 
 
 def contract(opt: Optimizer) -> Contract:
@@ -88,7 +90,7 @@ def contract(opt: Optimizer) -> Contract:
     return Contract(
         opt=opt,
         hyper=opt.hyper,
-        update=opt.update,
+        update=update_of(opt),
         init=(lambda param, hyper: opt.init(param)) if forms is None else opt.init,
         forms=forms or (lambda hyper: dict.fromkeys(opt.init(torch.empty(0, device="cpu")), Form())),
         grain=getattr(opt, "grain", lambda hyper: 1),
@@ -96,6 +98,35 @@ def contract(opt: Optimizer) -> Contract:
         uniform=forms is None,
         steps=getattr(opt, "steps_per_update", None),
     )
+
+
+def update_of(opt: Optimizer) -> Callable[..., None]:
+    """The update of an optimizer, with gradients divided first where it does not name ``grad_scale``.
+
+    The scale holds clipping, the scale of a loss in float16 and the mean over several steps, so no rule may miss it.
+
+    >>> from fshard.optim.sgd import sgd
+    >>> opt = sgd(0.1)
+    >>> update_of(opt) == opt.update
+    True
+    """
+    return opt.update if _takes_scale(type(opt)) else functools.partial(_divided_update, opt)
+
+
+@functools.cache
+def _takes_scale(kind: type) -> bool:
+    """Tell whether the updates of a class divide by the scale. Rules around rules of fshard pass it on."""
+    if kind.__module__.partition(".")[0] == "fshard":
+        return True
+    update = getattr(kind, "update", None)
+    return update is not None and "grad_scale" in inspect.signature(update).parameters
+
+
+def _divided_update(
+    opt: Optimizer, params: list[Tensor], grads: list[Tensor], states: list[State], **more: Any
+) -> None:
+    unscale(grads, more.get("grad_scale"))
+    opt.update(params, grads, states, **{**more, "grad_scale": None})
 
 
 def with_rate(opt: Any, lr: Any) -> Any:

@@ -9,7 +9,7 @@ from torch import Tensor
 from fshard.optim import checks
 from fshard.optim.base import Optimizer, State, States, Tensors
 from fshard.optim.combinators import Inner
-from fshard.optim.contract import contract
+from fshard.optim.contract import contract, update_of
 from fshard.optim.form import Form, LeafInfo
 from fshard.state.exchanges import ANCHOR, Timetable
 
@@ -78,4 +78,4 @@ class Outer(Inner):
 
     def update(self, params: Tensors, grads: Tensors, states: States, *, step: int, hyper: Any, **more: Any) -> None:
         """The update of the inner optimizer; see ``Optimizer.update``."""
-        self.opt.update(params, grads, states, step=step, hyper=hyper, **more)
+        update_of(self.opt)(params, grads, states, step=step, hyper=hyper, **more)

@@ -17,6 +17,7 @@ from fshard.runtime.comm.facts import compare
 from fshard.runtime.steps import refuse_transforms
 from fshard.sharding.part_mesh import ReplicaMesh
 from fshard.sharding.plan import Plan
+from fshard.sharding.stage_table import refuse_stages
 from fshard.sharding.wire import NAMES, POWER, SCALED, WireFormat
 from fshard.state.equal import Equal
 from fshard.state.exchanges import Exchanges, calm_step
@@ -226,6 +227,7 @@ def outer(
         ("fragments", fragments, (int, list, tuple), "a number, or a list of patterns"),
     ]
     expect("fs.outer(step, opt)", wants)
+    refuse_stages("fs.outer(step, opt)", step.plan)
     if step.plan.mesh.everywhere:
         raise PlanError(
             "fs.outer outside of mesh.run: replicas hold different parameters, which no whole tensor can show: make "

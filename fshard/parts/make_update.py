@@ -15,6 +15,7 @@ from fshard.runtime.steps.norm_sets import read_norms
 from fshard.runtime.steps.step_options import SKIPS, late_problems
 from fshard.schedule.policy import Policy
 from fshard.sharding.plan import Plan
+from fshard.sharding.stage_table import refuse_stages
 
 
 @made_on_each_rank(batches=False)
@@ -79,6 +80,7 @@ def make_update(
         ("donate", donate, bool, "True or False"),
     ]
     expect("make_update(opt, plan)", wants)
+    refuse_stages("make_update(opt, plan)", plan)
     if problems := [*late_problems(opt, Policy(), skip_norm, skip, skip_limit)]:
         raise PlanError("; ".join(problems))
     chosen = plan if only is None else plan.only(only)

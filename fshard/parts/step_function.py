@@ -20,6 +20,7 @@ from fshard.schedule.auto import Auto
 from fshard.schedule.policy import Policy
 from fshard.schedule.step_trace import Trace
 from fshard.sharding.plan import Plan
+from fshard.sharding.stage_table import refuse_stages
 from fshard.state.train_state import not_copied
 from fshard.training.latest import LatestRun
 
@@ -198,6 +199,7 @@ def make_step(
         ("donate", donate, bool, "True or False"),
     ]
     expect("make_step(fn, plan)", wants)
+    refuse_stages("make_step(fn, plan)", plan)
     running = read_running(schedule, debug)
     if isinstance(running.policy, Policy) and running.policy.secondary:
         raise PlanError(

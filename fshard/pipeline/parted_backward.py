@@ -18,7 +18,7 @@ Grads = tuple[Tensor | None, ...]
 
 
 class Branch(NamedTuple):
-    """Where branches to leaves leave the way to the inputs.
+    """A place where branches to leaves leave the way to the inputs.
 
     Attributes:
         node: the last node on that way.

@@ -56,7 +56,7 @@ class MessageKind(NamedTuple):
 
 @dataclass(frozen=True)
 class RankProgram:
-    """What the ranks of one position do in a step.
+    """The part of a step that the ranks of one position do.
 
     Attributes:
         position: on the axis of stages.
@@ -143,7 +143,7 @@ def _program(staged: StagedProgram, plan: Plan, whole: Plan, local: Sequence[int
 
 
 class _Spans:
-    """Where the stages of a position stand among the compute ops of a microbatch."""
+    """The places of the stages of a position among the compute ops of a microbatch."""
 
     def __init__(self, staged: StagedProgram, program: Program, local: Sequence[int]) -> None:
         stage_of = dict(zip(staged.calls, staged.stages, strict=True))

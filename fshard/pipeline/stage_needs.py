@@ -215,7 +215,7 @@ class _Nowhere:
 
     def __init__(self, rank: RankProgram, device: torch.device) -> None:
         self.messages: Mapping[str, MessageKind] = rank.messages
-        self.device = device
+        self.device, self.failed = device, False
         self.outbox, self.inbox = _Outbox(), self
 
     def start(self) -> None:

@@ -18,6 +18,7 @@ from fshard.schedule.ops import Op
 from fshard.schedule.policy import Policy
 from fshard.schedule.transfers import started
 from fshard.sharding.plan import Plan
+from fshard.sharding.stage_table import refuse_stages
 from fshard.state.train_state import TrainState
 from fshard.training.metrics import Metrics
 
@@ -203,6 +204,7 @@ def recheck(step: Any, *, every: int) -> Any:
         raise PlanError(f"recheck(step, every=): step is {described(step)}: give what fs.make_train_step returned")
     if type(every) is not int or every < 1:
         raise PlanError(f"recheck(step, every={every!r}): give an int >= 1")
+    refuse_stages("recheck(step)", plan)
     policy = options.running.policy
     if isinstance(policy, Policy) and policy.update == "in_backward":
         raise PlanError(

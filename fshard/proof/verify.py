@@ -20,6 +20,7 @@ from fshard.proof.watched_step import ProofStep
 from fshard.runtime.comm import collective_call, enter
 from fshard.runtime.engine.batch import marks_undone
 from fshard.runtime.steps import refuse_transforms
+from fshard.sharding.stage_table import refuse_stages
 from fshard.state.settle import complete
 from fshard.state.train_state import TrainState, expect_state
 from fshard.training.train_step import TrainStep
@@ -73,6 +74,7 @@ def verify(step: TrainStep, state: TrainState, batch: Any, *, rtol: float | None
         ("step", step, TrainStep, "what fs.make_train_step returned; of a step function, a train step of its loss")
     ]
     expect("verify(step, state, batch)", wants)
+    refuse_stages("verify(step, state, batch)", step.plan)
     expect_state(state, "verify(step, state, batch): state")
     problems = checks.number("rtol", 0.0 if rtol is None else rtol, "[0, inf)")
     problems += checks.number("atol", atol, "[0, inf)")

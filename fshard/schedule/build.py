@@ -64,7 +64,7 @@ def build(
     if not train:
         program = program.forward_only() if isinstance(program, StepProgram) else replace(program, backward=())
     bare = Schedule((), tuple(groups), program, policy, accumulate, train)
-    return replace(bare, ops=tuple(_Builder(bare).run(train)))
+    return replace(bare, ops=tuple(_Builder(bare).run(bare, train)))
 
 
 class Builds:
@@ -117,22 +117,22 @@ class _Builder:
         self.ops = [Op("handshake")]
         self.updates = Updates(bare, self.ops)
         self.paths = Paths(bare, self.updates, self.ops)
-        self.edges = EdgeWalk(bare, self.ops)
 
-    def run(self, train: bool) -> list[Op]:
+    def run(self, bare: Schedule, train: bool) -> list[Op]:
         """All ops."""
         self.updates.partial_first(sorted(range(len(self.uses)), key=lambda g: (not self.uses[g], self.uses[g][:1])))
         for g, uses in enumerate(self.uses):
             if not uses and self.read[g]:
                 self.updates.first(g)
-        self.edges.first()
+        edges = EdgeWalk(bare, self.ops)
+        edges.first()
         for k, op in enumerate(self.computes):
             self._before(k, op)
-            self.edges.before(k)
+            edges.before(k)
             self.ops.append(op)
-            self.edges.after(k)
+            edges.after(k)
             self._after(k, op)
-        self.edges.finish()
+        edges.finish()
         self.paths.finish()
         self.updates.finish()
         if train:

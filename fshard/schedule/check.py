@@ -118,9 +118,8 @@ class _Run:
         yield from self.edges.read(self.done)
         for name in dict.fromkeys((*part.reads.get(ROOT, ()), *reads)):
             yield from self._readable(name, op.target)
-        for name in reads if op.kind == ("weight" if part.parted and op.target != ROOT else "backward") else ():
-            if name in part.fills:
-                yield from self._filled(self.groups[part.fills[name].gradient])
+        for name in part.filled_by(op):
+            yield from self._filled(self.groups[part.fills[name].gradient])
         for name in self.held:
             use = self.groups[name].next_use
             if use is None or use > self.horizons[self.done]:

@@ -203,10 +203,23 @@ def _path(plan: Plan, group: Group, info: GroupInfo) -> tuple[Transfer, ...]:
         staging = group.parts * size if form is not None and group.travels else 0
         axes = "+".join(group.gather_axes)
         path.append(Transfer("all_gather", STATE, "param", (group.parts - 1) * size, staging, axes, wire=_name(form)))
-    summed = group.scatter_parts > 1 or replicas > 1 or group.holders > 1
-    if group.trainable and (summed or group.offloaded or info.left_bytes):
+    if group.trainable and _reduced(group, info, replicas):
         path += _reductions(plan, group, info, replicas)
     return tuple(path)
+
+
+def _reduced(group: Group, info: GroupInfo, replicas: int) -> bool:
+    """Tell whether a gradient needs communication, or a copy."""
+    summed = group.scatter_parts > 1 or replicas > 1 or group.holders > 1
+    return summed or group.offloaded or bool(info.left_bytes)
+
+
+def _over_stages(plan: Plan, group: Group, own: str) -> list[Transfer]:
+    """The sum of a gradient over the stages that hold its leaves."""
+    if group.holders == 1 or plan.whole is None or plan.whole.stages is None:
+        return []
+    size = (group.holders - 1) * group.owned.chunk * group.dtype.itemsize
+    return [Transfer("stage_sum", own, own, size, size, plan.whole.stages.axis)]
 
 
 def _reductions(plan: Plan, group: Group, info: GroupInfo, replicas: int) -> list[Transfer]:
@@ -226,9 +239,7 @@ def _reductions(plan: Plan, group: Group, info: GroupInfo, replicas: int) -> lis
         axes = group.sum_axes if group.second_scatter else group.rest_axes
         form = group.wires.get("replica_reduce")
         made.append(Transfer("replica_reduce", "shard", own, summed, staging, "+".join(axes), wire=_name(form)))
-    if group.holders > 1 and plan.whole is not None and plan.whole.stages is not None:
-        size, others = group.owned.chunk * group.dtype.itemsize, group.holders - 1
-        made.append(Transfer("stage_sum", own, own, others * size, others * size, plan.whole.stages.axis))
+    made += _over_stages(plan, group, own)
     if group.offloaded and group.owned.chunk:  # it has no feedback
         size = group.owned.chunk * group.dtype.itemsize
         made.append(Transfer("offload", own if summed else "shard", HOST, size))

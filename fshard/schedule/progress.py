@@ -6,7 +6,7 @@ It is made from what a step does and from its groups. Nothing of it comes from `
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from fshard.schedule.ops import GroupInfo
+from fshard.schedule.ops import ROOT, GroupInfo, Op
 from fshard.schedule.schedule import Schedule
 from fshard.schedule.step_program import Local, Pass
 from fshard.schedule.transfers import Transfer
@@ -102,6 +102,11 @@ class PartProgress:
     fills: Mapping[str, Fill]
     local: Local | None = None
     parted: bool = False
+
+    def filled_by(self, op: Op) -> list[str]:
+        """The names of the groups that are read and whose gradients an op fills."""
+        kind = "weight" if self.parted and op.target != ROOT else "backward"
+        return [name for name in self.reads.get(op.target, ()) if op.kind == kind and name in self.fills]
 
 
 def parts_of(schedule: Schedule) -> list[PartProgress]:

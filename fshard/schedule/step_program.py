@@ -154,7 +154,7 @@ class Filling(NamedTuple):
 
 @dataclass(frozen=True)
 class StepProgram:
-    """What a step does, in order.
+    """Passes of a step and code between them, in order.
 
     Args:
         stages: its passes, and its code between them.

@@ -146,7 +146,6 @@ def _leaf_text(leaf: Leaf, unit: str) -> str:
         "packed": leaf.packed,
         "precision": None if leaf.precision == Precision() else leaf.precision,
         "aliases": leaf.aliases or None,
-        "stages": leaf.stages or None,
     }
     more = "".join(f", {name}={value}" for name, value in said.items() if value is not None)
     train = "trained" if leaf.trainable else "frozen"

@@ -12,6 +12,7 @@ import itertools
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
@@ -58,7 +59,7 @@ class Group:
         opt_axes: those of ``sum_axes`` that cut the shard further for the optimizer: each rank updates a part of it,
             and receives the other parts after the update.
         opt_parts: the number of these parts, the size of ``opt_axes``.
-        holders: in a pipeline, how many positions on the axis of stages hold the leaves, whose gradients add up.
+        holders: in a pipeline, how many positions on the axis of stages hold the leaves.
     """
 
     id: int
@@ -217,11 +218,6 @@ class Group:
         return any(leaf.trainable for leaf in self.leaves)
 
     @property
-    def stages(self) -> tuple[int, ...]:
-        """The stages of a pipeline that hold it; empty without stages."""
-        return self.leaves[0].stages
-
-    @property
     def numel(self) -> int:
         """Elements of the full buffer, padding included."""
         return self.parts * self.chunk
@@ -310,23 +306,26 @@ def _in_leaf(shape: tuple[int, ...], piece: Piece, index: Tensor) -> Tensor:
     return out
 
 
-def make_groups(leaves: dict[str, Leaf], owners: dict[str, str], mesh: Mesh, data_axes: Axes) -> tuple[Group, ...]:
-    """The groups of a plan, units in the order of their first leaf.
+def make_groups(
+    leaves: dict[str, Leaf],
+    owners: dict[str, str],
+    mesh: Mesh,
+    data_axes: Axes,
+    apart: Mapping[str, object] = MappingProxyType({}),
+) -> tuple[Group, ...]:
+    """The groups of a plan, units in the order of their first leaf. Leaves that differ in ``apart`` share no group.
 
-    Inside a group, matrices come before vectors and scalars: an optimizer that decays only matrices then needs at most
-    two kernel calls a group.
+    In a group, matrices come first: an optimizer that decays only these then needs at most two kernel calls a group.
     """
     by_key: dict[tuple[str, object], list[Leaf]] = {}
     for path, leaf in leaves.items():
         kind = "flat" if leaf.gather_dim is None else "dim"
         key = (
             *(leaf.gather_axes, kind, leaf.compute.axes, leaf.dtype, leaf.trainable),
-            *(leaf.precision, leaf.align, leaf.opt_axes, leaf.kinds, leaf.wire, leaf.packed, leaf.stages),
+            *(leaf.precision, leaf.align, leaf.opt_axes, leaf.kinds, leaf.wire, leaf.packed, apart.get(path)),
         )
         by_key.setdefault((owners[path], key), []).append(leaf)
-    groups: list[Group] = []
-    count: dict[str, int] = {}
-    loads: dict[Axes, list[int]] = {}
+    groups, count, loads = list[Group](), dict[str, int](), dict[Axes, list[int]]()
     taken = {unit for unit, _ in by_key}
     for (unit, _), members in by_key.items():
         number = count[unit] = count.get(unit, -1) + 1

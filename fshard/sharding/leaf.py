@@ -20,7 +20,7 @@ class Leaf:
     ``shape`` is the whole leaf's, ``compute_shape`` that of the tensor which a unit reads on one rank. ``opt`` is the
     spec of the optimizer's state, None for the leaf's own; ``kinds`` names the memory spaces of both; ``wire`` the
     formats in which it travels, ``packed`` that in which it is kept. It begins, and chunks of its group end, at
-    multiples of ``grid`` elements. ``stages`` are those of a pipeline that hold it; empty without stages.
+    multiples of ``grid`` elements.
     """
 
     path: str
@@ -38,7 +38,6 @@ class Leaf:
     wire: Wire = Wire()
     packed: WireFormat | None = None
     grid: int = 1
-    stages: tuple[int, ...] = ()
 
     @property
     def opt_axes(self) -> Axes:

@@ -26,7 +26,7 @@ from fshard.sharding.plan_table import render, render_html
 from fshard.sharding.resolve_leaves import resolve_leaves, stages_of
 from fshard.sharding.rules import RuleLike, match
 from fshard.sharding.spec import P, Shape
-from fshard.sharding.stage_table import StageTable, Staging
+from fshard.sharding.stage_table import StageCut, StageTable
 from fshard.sharding.suggest_rules import warn_of_no_units
 from fshard.sharding.validate import (
     batch_spec,
@@ -55,16 +55,16 @@ class Inputs:
     rules: tuple[RuleLike, ...]
     wire: Wire
     code: Code = Code()
-    stages: Staging | None = None
+    stages: StageCut | None = None
 
     def plan(self, mesh: Mesh, batch: P, precision: Precision) -> "Plan":
         decided = match(self.rules, self.shapes)
         check_specs({path: (d.at_rest, d.compute) for path, d in decided.items()}, self.shapes, mesh, batch.axes)
         stages = stages_of(self, mesh, batch)
-        leaves = resolve_leaves(self, decided, mesh, batch, precision, stages)
+        leaves = resolve_leaves(self, decided, mesh, batch, precision)
         check_rounding(leaves)
         check_wires(leaves.values(), mesh, batch.axes)
-        groups = make_groups(leaves, dict(self.owners), mesh, batch.axes)
+        groups = make_groups(leaves, dict(self.owners), mesh, batch.axes, stages.leaves if stages else {})
         return Plan(mesh, batch, leaves, groups, self.inits, precision, self, self.code, stages)
 
 
@@ -162,14 +162,12 @@ class Plan:
         """The facts that must be equal on all ranks."""
         if self.whole is not None:
             return self.whole.texts
-        return plan_texts(self.mesh, self.batch, self.precision, self.groups, self.code.evaluated)
+        head, leaves = plan_texts(self.mesh, self.batch, self.precision, self.groups, self.code.evaluated)
+        return (head, leaves) if self.stages is None else (head, {**leaves, **self.stages.texts})
 
     @functools.cached_property
     def own(self) -> "Plan":
-        """The plan of what this rank holds: the plan itself, or, in a pipeline, that of the leaves of its stages.
-
-        That one has the same axes and specs, on the ranks that hold the same stages.
-        """
+        """The plan of what this rank holds: the plan itself, or, in a pipeline, that of the leaves of its stages."""
         if self.stages is None:
             return self
         return self.at_position(self.mesh.index(self.stages.axis), joined_part(self.mesh, self.stages.axis))
@@ -330,7 +328,7 @@ def make_plan(
     units: Sequence[str] = (),
     precision: Precision | None = None,
     wire: Wire | None = None,
-    stages: Staging | None = None,
+    stages: StageCut | None = None,
 ) -> Plan:
     """Say where every leaf of a model lives.
 

@@ -2,7 +2,9 @@
 
 import math
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import Protocol
+
+import torch
 
 from fshard.model.precision import Precision
 from fshard.sharding.kinds import kinds_of
@@ -10,16 +12,45 @@ from fshard.sharding.layout import box
 from fshard.sharding.leaf import Leaf
 from fshard.sharding.mesh import Mesh
 from fshard.sharding.rules import Decision
-from fshard.sharding.spec import P
-from fshard.sharding.stage_table import StageFacts, StageTable
+from fshard.sharding.spec import P, Shape
+from fshard.sharding.stage_table import StageCut, StageFacts, StageTable
 from fshard.sharding.validate import check_aligned, check_kinds, check_opt, check_trainable
 from fshard.sharding.wire import Wire, packed_format
 
-if TYPE_CHECKING:
-    from fshard.sharding.plan import Inputs
+
+class LeafInputs(Protocol):
+    """The inputs of a plan of which its leaves are made."""
+
+    @property
+    def shapes(self) -> Mapping[str, Shape]:
+        """The whole shapes, by path."""
+
+    @property
+    def dtypes(self) -> Mapping[str, torch.dtype]:
+        """The dtypes."""
+
+    @property
+    def owners(self) -> Mapping[str, str]:
+        """The units that own leaves."""
+
+    @property
+    def aliases(self) -> Mapping[str, str]:
+        """The first path of a tied leaf, by each of its other paths."""
+
+    @property
+    def frozen(self) -> frozenset[str]:
+        """The leaves that are not to be trained."""
+
+    @property
+    def wire(self) -> Wire:
+        """The formats of what travels."""
+
+    @property
+    def stages(self) -> StageCut | None:
+        """The stages of a pipeline."""
 
 
-def stages_of(source: "Inputs", mesh: Mesh, batch: P) -> StageTable | None:
+def stages_of(source: LeafInputs, mesh: Mesh, batch: P) -> StageTable | None:
     """The stages of a plan; None of one without.
 
     Raises:
@@ -32,12 +63,7 @@ def stages_of(source: "Inputs", mesh: Mesh, batch: P) -> StageTable | None:
 
 
 def resolve_leaves(
-    source: "Inputs",
-    decided: Mapping[str, Decision],
-    mesh: Mesh,
-    batch: P,
-    precision: Precision,
-    stages: StageTable | None = None,
+    source: LeafInputs, decided: Mapping[str, Decision], mesh: Mesh, batch: P, precision: Precision
 ) -> dict[str, Leaf]:
     """Each leaf with its rule resolved against the mesh.
 
@@ -47,7 +73,6 @@ def resolve_leaves(
         mesh: the mesh.
         batch: the spec of the batch.
         precision: the dtypes of compute and communication.
-        stages: the stages of a pipeline.
 
     Raises:
         PlanError: naming the leaves that a rule does not fit.
@@ -76,7 +101,6 @@ def resolve_leaves(
             kinds=kinds_of(rule.memory_kind, rule.opt_memory_kind, rule.update_on, train),
             wire=(rule.wire or source.wire) if source.dtypes[path].is_floating_point else Wire(),
             packed=packed_format(rule.packed),
-            stages=() if stages is None else stages.leaves[path],
         )
     check_opt(leaves.values(), mesh, batch.axes)
     check_kinds(leaves.values(), {path: d.rule for path, d in decided.items()}, mesh)

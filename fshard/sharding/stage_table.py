@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from fshard.errors import PlanError
 from fshard.sharding.mesh import Axes, Mesh
 from fshard.sharding.spec import Shape
 
@@ -28,9 +29,33 @@ class StageTable:
         """The positions on the axis that hold a leaf, in ascending order."""
         return tuple(sorted({self.homes[stage] for stage in self.leaves[path]}))
 
+    @property
+    def texts(self) -> dict[str, str]:
+        """The table as texts by name, which ranks compare."""
+        homes = {f"position of stage {stage}": str(home) for stage, home in enumerate(self.homes)}
+        return {**homes, **{f"stages of {path}": str(stages) for path, stages in self.leaves.items()}}
+
     def at(self, position: int) -> tuple[int, ...]:
         """The stages at a position on the axis."""
         return tuple([stage for stage, home in enumerate(self.homes) if home == position])
+
+
+def refuse_stages(call: str, plan: Any) -> None:
+    """Refuse a plan of which each rank holds some stages, where a call needs all of a model.
+
+    Args:
+        call: the name of the call.
+        plan: the plan; other values are left to other checks.
+
+    Raises:
+        PlanError: it has stages, or is that of some stages.
+    """
+    if getattr(plan, "stages", None) is not None or getattr(plan, "whole", None) is not None:
+        raise PlanError(
+            f"{call}: the plan has stages, so each rank holds a part of the model, and this call needs all of it. "
+            f"fs.unshard(state.params, plan) gives whole tensors; a checkpoint of the state can be restored on a plan "
+            f"without stages="
+        )
 
 
 @dataclass(frozen=True)
@@ -52,7 +77,7 @@ class StageFacts:
     batch: Axes
 
 
-class Staging(Protocol):
+class StageCut(Protocol):
     """The cut of a model into stages, ``fs.Stages``."""
 
     def table(self, facts: StageFacts, mesh: Mesh) -> StageTable:

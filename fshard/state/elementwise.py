@@ -16,6 +16,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from fshard import tree
 from fshard.errors import TreeError
+from fshard.runtime.comm.call_site import short_name
 from fshard.sharding.layout import Group
 from fshard.sharding.plan import Plan
 from fshard.state.cuts import LeafCut, cut_of, group_cut
@@ -270,7 +271,7 @@ def _line() -> str:
     while frame is not None:
         module = str(frame.f_globals.get("__name__", ""))
         if module.split(".")[0] not in ("torch", "fshard", "optree", "contextlib"):
-            return f" (line {frame.f_lineno} of {frame.f_code.co_filename})"
+            return f" (line {frame.f_lineno} of {short_name(frame.f_code.co_filename)})"
         frame = frame.f_back
     return ""
 

@@ -18,6 +18,7 @@ from fshard.runtime.memory.optimizer_layout import RESIDUAL
 from fshard.sharding.layout import Piece
 from fshard.sharding.mesh import Mesh
 from fshard.sharding.plan import Plan
+from fshard.sharding.stage_table import refuse_stages
 from fshard.sharding.wire import WireFormat
 from fshard.state.entries import LATE, Scalars, assemble, entries, scalars
 from fshard.state.init import take
@@ -68,6 +69,8 @@ def reshard_state(state: TrainState, plan: Plan, opt: Optimizer) -> TrainState:
         ("plan", plan, Plan, "what fs.make_plan returned"),
     ]
     expect("reshard_state(state, plan, opt)", wants)
+    for one in (state.plan, plan):
+        refuse_stages("reshard_state(state, plan, opt)", one)
     _check_plans(state.plan, plan)
     # Leaves whose format changes are moved as values, all others as they are kept.
     loose = {path for path, leaf in plan.leaves.items() if leaf.packed != state.plan.leaves[path].packed}

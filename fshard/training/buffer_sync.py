@@ -15,6 +15,7 @@ from fshard.errors import PlanError, TreeError, lines, no_processes
 from fshard.patterns import bad_regexes, first_matches, meant_by
 from fshard.runtime.comm import collective_call, enter
 from fshard.sharding.plan import Plan
+from fshard.sharding.stage_table import refuse_stages
 
 HOW = ("mean", "local")
 
@@ -95,6 +96,7 @@ def sync_buffers(
         ("rules", rules, (list, tuple), "a list of (pattern, 'mean' or 'local')"),
     ]
     expect("sync_buffers(buffers, plan)", wants)
+    refuse_stages("sync_buffers(buffers, plan)", plan)
     if plan.mesh.transport is None and plan.mesh.size > 1:
         raise no_processes()
     flat = {path: _joined(path, leaf, microbatches) for path, leaf in tree.paths(buffers)}

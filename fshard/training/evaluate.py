@@ -126,7 +126,7 @@ def make_eval_step(
         ("precision", precision, (Precision, type(None)), "fs.Precision(...) or None"),
     ]
     expect("make_eval_step(fn, plan)", wants)
-    running = read_running(schedule, debug, compile)
+    running, plan = read_running(schedule, debug, compile), plan.whole or plan
     if plan.stages is not None and plan.source is not None and plan.source.stages is not None:
         made: EvalStep = plan.source.stages.eval_step(fn, plan, running, precision)
         return made

@@ -108,6 +108,7 @@ def make_train_step(
             f"make_train_step(loss_fn, opt, plan) takes an optimizer of fs.optim and a plan, and was given "
             f"{described(opt)} and {described(plan)}{optimizer_meant(opt)}"
         )
+    plan = plan.whole or plan
     clip = read_clip(clip_norm, plan)
     problems = [
         *flag_problems(donate=donate),

@@ -23,6 +23,7 @@ from fshard.runtime.engine.loss_result import Loss
 from fshard.runtime.steps.batch_rows import BatchRows, rows_of
 from fshard.runtime.steps.consensus import OK
 from fshard.sharding.plan import Plan
+from fshard.sharding.stage_table import refuse_stages
 from fshard.state.equal import Equal
 from fshard.torch_internals import forward_ad_level
 from fshard.transform.gather import Resharding, Versions, gather_all
@@ -174,6 +175,7 @@ def check_loss(loss_fn: Any, plan: Any) -> None:
         ("plan", plan, Plan, "what fs.make_plan returned"),
     ]
     expect("(loss_fn, plan)", wants)
+    refuse_stages("(loss_fn, plan)", plan)
 
 
 def sharded_loss(

@@ -17,6 +17,7 @@ from fshard.model import random
 from fshard.sharding.layout import Group, Piece
 from fshard.sharding.mesh import Axes
 from fshard.sharding.plan import Plan
+from fshard.sharding.stage_table import refuse_stages
 from fshard.sharding.validate import misfit
 from fshard.state.cuts import cut_of
 from fshard.state.elementwise import ALIKE_REMEDY, know_shards, unguarded
@@ -299,6 +300,7 @@ def zero_filled(plan: Plan, found: Mapping[str, Tensor], rest: Mapping[str, Tens
 
 def _expect_plan(call: str, plan: Any) -> None:
     expect(call, [("plan", plan, Plan, "what fs.make_plan returned")])
+    refuse_stages(call, plan)
 
 
 def _random(key: Tensor, plan: Plan, draw: Callable[..., Tensor]) -> dict[str, Any]:

@@ -37,6 +37,8 @@ ENDED = {
     "checkpoint/write.py": "threads that write files: the file system has no timeout",
     "collectives/raw.py": "handles of communicators",
     "outer_steps/outer_exchange.py": "handles of communicators",
+    "pipeline/mail.py": "handles of communicators",
+    "pipeline/stage_sums.py": "handles of communicators",
     "outer_steps/outer_step.py": "handles of communicators",
     "training/elastic.py": "Checkpointer.wait",
     "interchange/export_plan.py": "handles of communicators",

@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 
+from tests.notebooks import addresses
+
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "examples" / "notebooks"
 NOTEBOOKS = sorted(path.stem for path in FOLDER.glob("*.ipynb"))
@@ -28,9 +30,19 @@ def executed(notebook: Any, **options: Any) -> Any:
     return client.NotebookClient(notebook, **options).execute(env=around)
 
 
+def first_cell(notebook: Any) -> Any:
+    """The first cell of code, which installs fshard."""
+    return next(cell for cell in notebook.cells if cell.cell_type == "code")
+
+
 def texts(notebook: Any) -> list[str]:
     """What the cells have printed."""
     return [out.text for cell in notebook.cells for out in cell.get("outputs", ()) if out.output_type == "stream"]
+
+
+def lines_of_losses(notebook: Any) -> list[str]:
+    """The lines with losses. A kernel sends what a cell prints in as many texts as it likes."""
+    return [line for line in "".join(texts(notebook)).splitlines() if "loss" in line]
 
 
 def seconds_of_children() -> float:
@@ -47,13 +59,45 @@ def shown(notebook: Any) -> list[str]:
     return found
 
 
-def test_there_are_six_and_their_outputs_are_kept() -> None:
-    assert len(NOTEBOOKS) == 6
+def test_there_are_nine_and_their_outputs_are_kept() -> None:
+    assert len(NOTEBOOKS) == 9
     for name in NOTEBOOKS:
         cells = [cell for cell in read(name).cells if cell.cell_type == "code"]
         assert all(cell.execution_count == number for number, cell in enumerate(cells, 1)), name
         assert sum(bool(cell.outputs) for cell in cells) > len(cells) // 2, name
         assert not [out for cell in cells for out in cell.outputs if out.output_type == "error"], name
+
+
+@pytest.mark.parametrize("name", NOTEBOOKS)
+def test_the_first_cell_installs_what_is_missing(name: str) -> None:
+    source = first_cell(read(name)).source
+    assert source == addresses.install(addresses.setting()), "make notebooks"
+    *code, pip = source.splitlines()
+    exec("\n".join([*code, "    raise AssertionError('fshard is installed')"]), {})
+    assert pip.startswith("    %pip install -q ")
+
+
+ADDRESS = "https://github.com/OWNER/NAME"
+
+
+@pytest.mark.parametrize("written", [ADDRESS, f"{ADDRESS}/", f"{ADDRESS}.git"])
+def test_one_setting_gives_installation_and_links(written: str) -> None:
+    address = addresses.repository(f'[project.urls]\nRepository = "{written}"')
+    assert address == ADDRESS and f"git+{ADDRESS}" in addresses.install(address)
+    link = addresses.colab(address, "examples/notebooks/1_first_steps")
+    assert link.endswith("/github/OWNER/NAME/blob/main/examples/notebooks/1_first_steps.ipynb")
+    text = (FOLDER / "1_first_steps.ipynb").read_text(encoding="utf-8")
+    old, new = [nbformat.reads(each, as_version=4).cells for each in (text, addresses.linked(text, link))]
+    title, _, link_line, *rest = new[0].source.splitlines()
+    assert link_line == f"[Open in Colab]({link})"
+    assert [title, *rest] == old[0].source.splitlines() and new[1:] == old[1:]
+
+
+@pytest.mark.parametrize("text", ["", "[project]\nname = 'fshard'", "[project.urls]\nDocumentation = 'https://a.b'"])
+def test_without_the_setting_there_is_no_link(text: str) -> None:
+    assert addresses.repository(text) == "" == addresses.colab("", "a")
+    assert addresses.linked("{}", "") == "{}" and "../.." in addresses.install("")
+    assert addresses.colab("https://git.example.org/OWNER/NAME", "a") == ""  # Colab reads from GitHub alone
 
 
 @pytest.mark.slow
@@ -63,8 +107,7 @@ def test_a_notebook_runs(name: str) -> None:
     kept, began = read(name), seconds_of_children()
     done = executed(read(name))
     assert 0.5 < seconds_of_children() - began < MINUTE
-    printed = [text for text in texts(done) if "loss" in text]
-    assert printed == [text for text in texts(kept) if "loss" in text]
+    assert lines_of_losses(done) == lines_of_losses(kept)
     stale = [number for number, (one, two) in enumerate(zip(shown(kept), shown(done), strict=True)) if one != two]
     assert not stale, f"cells {stale} of {name} show something else than what is kept: make notebooks"
 
@@ -73,7 +116,7 @@ def test_a_notebook_runs(name: str) -> None:
 @pytest.mark.processes
 def test_a_failing_cell_shows_the_users_lines_and_the_next_one_runs() -> None:
     """Cells in the wrong order, a cell that is run twice, and one that is interrupted."""
-    setup = next(cell.source for cell in read("3_schedules").cells if cell.cell_type == "code")
+    setup = [cell.source for cell in read("5_schedules").cells if cell.cell_type == "code"][1]
     cells = [
         setup,
         "state = fs.init_state(plan, opt)\nkept = state\nstate, _ = step(state, draw(0))",

@@ -133,3 +133,29 @@ def test_a_rule_that_draws_is_taken_and_leaves_the_generator_alone() -> None:
     before = torch.get_rng_state()
     fs.init_state(made, Noisy(), params=model.params)
     assert torch.equal(before, torch.get_rng_state())
+
+
+AROUND = {
+    "alone": lambda opt: opt,
+    "partition": lambda opt: fs.optim.partition([("weight", opt), (".*", opt)]),
+    "chain": lambda opt: fs.optim.chain(fs.optim.scale(2.0), opt),
+    "ema": lambda opt: fs.optim.ema(opt, 0.9),
+    "every": lambda opt: fs.optim.every(2, opt),
+    "every ema": lambda opt: fs.optim.every(2, fs.optim.ema(opt, 0.9)),
+}
+
+
+@pytest.mark.parametrize("around", AROUND.values(), ids=AROUND)
+@pytest.mark.parametrize("clip", [None, 0.01])
+def test_a_rule_that_knows_no_scale_is_given_gradients_that_are_divided(around: Any, clip: float | None) -> None:
+    """Clipping, and the mean over several steps, are in the scale."""
+    model = fs.split(nn.Linear(3, 2))
+    made = fs.make_plan(model, fs.make_mesh((1,), ("data",)), [(".*", fs.fsdp("data"))], batch=fs.P("data"))
+    ends = []
+    for opt in (around(Plain()), around(fs.optim.sgd(0.1, momentum=0.9))):
+        state = fs.init_state(made, opt, params=model.params)
+        step = fs.make_train_step(lambda p, x: model.apply(p, x).square().sum(), opt, made, clip_norm=clip)
+        for number in range(1, 5):
+            state, _ = step(state, torch.full((2, 3), float(number)))
+        ends.append(fs.unshard(state.params, made))
+    torch.testing.assert_close(*ends)

@@ -122,6 +122,14 @@ def test_outside_of_steps_it_is_refused_too(size: int) -> None:
     assert mesh.run(ranks) if size > 1 else ranks()  # type: ignore[attr-defined]
 
 
+def test_a_line_of_a_notebook_is_named_by_its_cell() -> None:
+    cell = compile("\nchange = lambda x: x - x.mean()", "/tmp/ipykernel_123/456789.py", "exec")
+    names: dict[str, Any] = {"__name__": "__main__"}
+    exec(cell, names)
+    with pytest.raises(TreeError, match=r"mean of the leaf . \(line 2 of cell\) is not elementwise"):
+        stepped(1, lambda p, g, plan: map_(names["change"], g))
+
+
 def test_subtrees_that_are_cut_differently_are_refused() -> None:
     nets = {name: {"inp": torch.ones(5, 5), "out": torch.ones(7)} for name in ("student", "teacher")}
     for size in (1, 2):

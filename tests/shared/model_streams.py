@@ -10,7 +10,6 @@ from typing import Any
 from torch import Tensor
 
 import fshard as fs
-from fshard.outer_steps import replica
 from fshard.runtime.comm.device_streams import Stream
 from fshard.runtime.comm.nccl import NcclCommunicator
 from fshard.schedule.infos import stage_numel
@@ -108,6 +107,10 @@ class ModelTransport:
             self.made[role, axes] = NcclCommunicator(name, inner.size, Group(self.clocks, name, inner), stream)
         return self.made[role, axes]
 
+    def part(self, mesh: fs.Mesh) -> "ModelTransport":
+        """The same around the transport of a part of the mesh."""
+        return ModelTransport(self.inner.part(mesh), self.clocks)
+
     def __getattr__(self, name: str) -> Any:
         return getattr(self.inner, name)
 
@@ -184,15 +187,6 @@ def substitute(change: Any) -> None:
     change.setattr("fshard.runtime.comm.nccl.dist", Dist)
 
 
-def _part(part: fs.Mesh, mesh: fs.Mesh) -> fs.Mesh:
-    """The ranks of a replica that trains apart: the model's transport, around that of the part."""
-    whole, join = mesh.transport, _JOINED
-    made = join(part, dataclasses.replace(mesh, transport=whole.inner))
-    return dataclasses.replace(made, transport=ModelTransport(made.transport, whole.clocks))
-
-
-_JOINED: Any = replica._joined
-
 EVENTS = (
     "fshard.collectives.raw",
     *(f"fshard.runtime.execution.{module}" for module in ("actions", "replica_sums", "pending_update", "wires")),
@@ -200,6 +194,8 @@ EVENTS = (
     "fshard.checkpoint.snapshot",
     "fshard.interchange.export_plan",
     "fshard.outer_steps.outer_exchange",
+    "fshard.pipeline.mail",
+    "fshard.pipeline.stage_sums",
 )
 """The modules that ask for an event after the work of a device."""
 
@@ -222,7 +218,6 @@ def modelled(patch: Any, by_thread: dict[int, Clocks]) -> Iterator[None]:
         change.setattr("fshard.runtime.steps.programs.stage_numel", staged)
         for room in STREAMS:
             change.setattr(f"{room}.copy_stream", copies)
-        change.setattr("fshard.outer_steps.replica._joined", _part)
         for room in EVENTS:
             change.setattr(f"{room}.events", lambda device: tuple(filter(None, (mine().record(),))))
         for room in ("runtime.execution.actions", "runtime.execution.replica_sums", "runtime.execution.shards"):

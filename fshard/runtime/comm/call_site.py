@@ -129,7 +129,7 @@ def _calls(stack: Iterable[CodePlace]) -> Iterator[str]:
         if module == "fshard" or module.startswith("fshard."):
             inside.append(function)
         elif not (module.startswith(OURS) or _of_python(file)) and (inside or innermost):
-            line = f"{_short(file)}:{number}"
+            line = f"{short_name(file)}:{number}"
             yield f"{_name(inside)}, {line}" if inside else line
             inside, innermost = [], False
 
@@ -140,7 +140,7 @@ def line_of(error: BaseException) -> str:
     for frame, number in walk_tb(error.__traceback__):
         module, file = str(frame.f_globals.get("__name__", "")), frame.f_code.co_filename
         if not ((module + ".").startswith(OURS) or _of_python(file)):
-            found = f"{_short(file)}:{number}"
+            found = f"{short_name(file)}:{number}"
     return found
 
 
@@ -157,7 +157,7 @@ def _name(inside: list[str]) -> str:
     return known or f"fs.{outer[0].removesuffix('.__call__')}"
 
 
-def _short(file: str) -> str:
+def short_name(file: str) -> str:
     """A file as messages name it. A notebook's cell has a file of its own, with a name that says nothing."""
     if CELL.search(file):
         return "cell"

@@ -1,4 +1,4 @@
-"""The transport of one replica that trains apart from the others (``fs.outer``)."""
+"""Transports of parts of a mesh: of a replica that trains apart (``fs.outer``), and of the ranks of one stage."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -13,15 +13,27 @@ from fshard.sharding.part_mesh import PartMesh
 from fshard.torch_internals import default_group, default_store
 
 
-class PartTransport(ProcessTransport):
-    """Joins the ranks of one replica. Its communicators are made and closed without the other replicas.
+class MeshTransport(ProcessTransport):
+    """Joins the ranks of a job, and those of parts of its mesh."""
 
-    Errors number ranks as the mesh of all replicas does. A replica that gives up closes that mesh too, so that the
-    others learn of it.
+    def part(self, mesh: PartMesh) -> ProcessTransport:
+        """The transport of a part of the mesh, made once for each."""
+        made = next((part for part in self.parts if part.mesh == mesh), None)
+        if made is None:
+            made = PartTransport(mesh, self)
+            self.parts.append(made)
+        return made
+
+
+class PartTransport(ProcessTransport):
+    """Joins the ranks of one part. Its communicators are made and closed without the other parts.
+
+    Errors number ranks as the mesh of all parts does. A part that gives up closes that mesh too, so that the others
+    learn of it.
 
     Args:
         mesh: the part of the mesh.
-        whole: joins the ranks of all replicas.
+        whole: joins the ranks of all parts.
     """
 
     def __init__(self, mesh: PartMesh, whole: ProcessTransport) -> None:

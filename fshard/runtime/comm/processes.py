@@ -109,15 +109,6 @@ class ProcessTransport:
         """A communicator of all ranks along an axis, which some positions use: no other one waits for them."""
         return self.communicator(role, (axis,))
 
-    def part(self, mesh: Any) -> "ProcessTransport":
-        """The transport of a part of the mesh, made once for each."""
-        from fshard.runtime.comm.part_transport import PartTransport  # a kind of this class
-
-        made = next((part for part in self.parts if part.mesh == mesh), None)
-        if made is None:
-            self.parts.append(made := PartTransport(mesh, self))
-        return made
-
     def program(self) -> AbstractContextManager[object]:
         """While a program of all ranks runs: over NCCL, look for notes of ranks on which it has failed.
 

@@ -1,8 +1,7 @@
 """Executors: the loop over a schedule's ops, and the one that gathers on demand where no schedule is known yet.
 
-Neither has a policy of its own. A program that leaves the schedule by skipping calls costs nothing but time: their
-communication runs all the same, so that every rank issues the schedule's collectives in the schedule's order whatever
-its own program does. A call that the schedule does not hold ahead raises ``Mispredicted``: all ranks run it again.
+A program that skips calls of the schedule costs nothing but time: their communication runs all the same, so all ranks
+issue the same collectives in one order. A call that is not ahead raises ``Mispredicted``: all ranks run it again.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -22,7 +21,7 @@ class Scheduled:
     """Runs the ops of a schedule in its order.
 
     Args:
-        route: the schedule as it runs.
+        route: the schedule.
         actions: what its ops do.
         shield: holds signals back while ranks communicate.
         observers: what is told of each op, beside those of the route.
@@ -45,8 +44,7 @@ class Scheduled:
         self.observers, self.observed = route.observers + observers, -1
         self.end = len(self.ops) - (self.ops[-1].kind == "consensus")
         self.shield = shield or Shield()
-        self.lost = self.draining = False
-        self.cursor = self.microbatch = 0
+        self.lost, self.draining, self.cursor, self.microbatch = False, False, 0, 0
         self.record: list[Op] = []
         self.times: list[float] = []
 
@@ -67,7 +65,7 @@ class Scheduled:
 
     def before(self, kind: str, unit: str, index: int) -> None:
         """Run everything that stands before this compute op, which is yet to come."""
-        self._run_to(max(self.route.positions[kind, unit, index, self.microbatch], self.cursor))
+        self._run_to(self.route.positions[kind, unit, index, self.microbatch])
 
     def place(self, computing: bool) -> str:
         """The op that the step has come to, in words; with ``computing`` the latest compute op, whose code runs."""
@@ -111,7 +109,7 @@ class Scheduled:
         self._run_to(self.end)
 
     def drain(self) -> None:
-        """Run the same for the other ranks' sake. An op that failed is issued once more."""
+        """Run the same for the other ranks. An op that failed is issued once more."""
         self.draining = True
         self.finish()
 

@@ -340,6 +340,11 @@ def make_programs(
         state: what updates take, and copies of the state.
     """
     auto = isinstance(running.policy, Auto)
+    if not isinstance(running.policy, Auto) and running.policy.pipeline and plan.whole is None:
+        raise PlanError(
+            f"schedule=fs.Policy(pipeline={running.policy.pipeline!r}): the plan has no stages: give make_plan "
+            f"stages=fs.Stages(axis), or leave pipeline= out"
+        )
     secondary = running.policy.secondary if isinstance(running.policy, Policy) else fast_axes(plan) if train else ()
     infos, comms = group_infos(plan, state, () if auto else secondary), Communicators(plan, secondary)
     second = {secondary: group_infos(plan, state, secondary)} if auto and secondary else {}
