@@ -203,7 +203,8 @@ class PipelineRunner(Runner):
         lanes = {name: kind.lane for rank in ranks for name, kind in rank.messages.items()}
         check_joint(schedules, lanes)
         if not programs.train:
-            order = replace(order, ranks=[[action for action in lane if action.kind == "F"] for lane in order.ranks])
+            forwards = [tuple([action for action in lane if action.kind == "F"]) for lane in order.ranks]
+            order = replace(order, ranks=tuple(forwards))
         every = PipelineSchedules(order, tuple(schedules))
         return PlannedStep(staged, tuple(ranks), every, tuple(sorted(set(lanes.values()))))
 

@@ -6,7 +6,6 @@ arrived and its receive was posted. Its sender never waits for its receiver. The
 all positions have come.
 """
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -29,7 +28,19 @@ class PipelineSimulation:
     Attributes:
         ranks: by position, the times of its ranks.
 
-    >>> import fshard as fs
+    >>> import torch, fshard as fs
+    >>> params = {"layers": {n: {"w": torch.zeros(4, 4)} for n in "01"}}
+    >>> layer, mesh = fs.unit(lambda p, x: torch.tanh(x @ p["w"])), fs.abstract_mesh((2, 1), ("stage", "data"))
+    >>> def loss_fn(params, x):
+    ...     return layer(params["layers"]["1"], layer(params["layers"]["0"], x)).sum()
+    >>> stages, batch = fs.Stages("stage"), fs.P("data")
+    >>> plan = fs.make_plan(params, mesh, [(".*", fs.P())], units=["layers.*"], batch=batch, stages=stages)
+    >>> step = fs.make_train_step(loss_fn, fs.optim.sgd(0.1), plan, accumulate=2)
+    >>> seconds = {("forward", ""): 1.0, ("forward", "root"): 0.0, ("backward", ""): 2.0, ("backward", "root"): 0.0}
+    >>> print(fs.sim.simulate(step.trace(torch.ones(4, 4)).schedules, fs.sim.Costs(seconds)))
+    step 9.000 s: idle 33.3% on average
+    position 0: compute 6.000 s; waits: receive 3.000 s
+    position 1: compute 6.000 s; waits: consensus 2.000 s, receive 1.000 s
     """
 
     ranks: tuple[Simulation, ...] = field(repr=False)
@@ -58,10 +69,11 @@ class PipelineSimulation:
         """
         found = []
         for each in self.ranks:
-            waits = Counter[str]()
+            waits = dict[str, float]()
             for seconds, op in _waits(each):
-                waits[op.kind.removeprefix("wait ")] += seconds  # type: ignore[assignment]
-            found.append(dict(waits.most_common()))
+                kind = op.kind.removeprefix("wait ")
+                waits[kind] = waits.get(kind, 0.0) + seconds
+            found.append(dict(sorted(waits.items(), key=lambda pair: -pair[1])))
         return tuple(found)
 
     def __str__(self) -> str:

@@ -26,15 +26,19 @@ class PipelineSchedules:
         ranks: by position, the schedule of its ranks.
 
     >>> import torch, fshard as fs
-    >>> mesh = fs.abstract_mesh((2,), ("stage",))
-    >>> params = {f"layers.{n}": {"w": torch.zeros(4, 4)} for n in range(2)}
-    >>> layer = fs.unit(lambda p, x: torch.tanh(x @ p["w"]))
+    >>> params = {"layers": {n: {"w": torch.zeros(4, 4)} for n in "01"}}
+    >>> layer, mesh = fs.unit(lambda p, x: torch.tanh(x @ p["w"])), fs.abstract_mesh((2, 1), ("stage", "data"))
     >>> def loss_fn(params, x):
     ...     return layer(params["layers"]["1"], layer(params["layers"]["0"], x)).sum()
-    >>> params = {"layers": {"0": {"w": torch.zeros(4, 4)}, "1": {"w": torch.zeros(4, 4)}}}
-    >>> plan = fs.make_plan(params, mesh, [(".*", fs.P())], units=["layers.*"], stages=fs.Stages("stage"))
+    >>> stages, batch = fs.Stages("stage"), fs.P("data")
+    >>> plan = fs.make_plan(params, mesh, [(".*", fs.P())], units=["layers.*"], batch=batch, stages=stages)
     >>> step = fs.make_train_step(loss_fn, fs.optim.sgd(0.1), plan, accumulate=2)
     >>> print(step.trace(torch.ones(4, 4)).schedules)
+    1f1b: 2 stages at 2 positions, 2 microbatches, idle 33.3% if backwards take twice as long as forwards
+    position 0  0F0 0F1     0B0     0B1
+    position 1      1F0 1B0 1F1 1B1
+    position 0: stage 0, 19 ops, arena 0 B, at most 768 B without activations; sends 64 B to other stages
+    position 1: stage 1, 19 ops, arena 0 B, at most 768 B without activations; sends 64 B to other stages
     """
 
     order: PipelineOrder

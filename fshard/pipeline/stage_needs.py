@@ -15,7 +15,8 @@ from torch import Tensor
 
 from fshard import tree
 from fshard.errors import RematError
-from fshard.pipeline.rank_program import MessageKind, RankProgram
+from fshard.pipeline.mail import Mail
+from fshard.pipeline.rank_program import RankProgram
 from fshard.pipeline.stage_engine import StageEngine
 from fshard.pipeline.staged_passes import StagedPasses
 from fshard.pipeline.staged_trace import StagedProgram
@@ -27,7 +28,8 @@ from fshard.runtime.engine.remat_rules import NO_REMAT, Remat
 from fshard.runtime.execution.trace_program import as_fake, fake_leaves, traceable, without_data
 from fshard.runtime.memory.slots import storage_of
 from fshard.schedule.footprint import Need
-from fshard.schedule.ops import ROOT, Op
+from fshard.schedule.ops import ROOT
+from fshard.sharding.mesh import Mesh
 from fshard.sharding.plan import Plan
 
 Key = tuple[str, str, int]
@@ -87,7 +89,8 @@ def _measured(
     watching.append(activations)
     noting = _Noting(activations, engine, _stages_of(staged, rank))
     turns = tuple([turn for turn in rank.turns if turn[1].microbatch == 0])
-    passes = _FakePasses(fn, train, False, 1.0, staged=staged, rank=replace(rank, turns=turns), mail=_Nowhere(rank, plan.mesh.device))
+    settings, mine = (fn, train, False, 1.0), replace(rank, turns=turns)
+    passes = _FakePasses(*settings, staged=staged, rank=mine, mail=_Nowhere(rank, plan.mesh))
     with without_data(batch, mode, activations, plan.mesh, {}):
         ran = passes.run_stages(engine, noting, [fake], 1.0)  # type: ignore[arg-type]
         noting.close()
@@ -103,7 +106,7 @@ class _FakePasses(StagedPasses):
         """Take any."""
 
 
-class PresentActivations(Activations):
+class PresentActivations(Activations):  # type: ignore[no-untyped-call]
     """Follows storages, and leaves out those without data.
 
     Args:
@@ -210,28 +213,32 @@ class _Noting:
         return sum(grad.untyped_storage().nbytes() for path in outside if (grad := held[path].grad) is not None)
 
 
-class _Nowhere:
+class _Nowhere(Mail):
     """Mail of a run on fake tensors: what is sent goes nowhere, and what is received comes from nowhere."""
 
-    def __init__(self, rank: RankProgram, device: torch.device) -> None:
-        self.messages: Mapping[str, MessageKind] = rank.messages
-        self.device, self.failed = device, False
-        self.outbox, self.inbox = _Outbox(), self
+    def __init__(self, rank: RankProgram, mesh: Mesh) -> None:
+        super().__init__(mesh, "", rank.messages, ())
+        self.outbox, self.inbox = _Outbox(), _Inbox(rank, mesh)
 
-    def start(self) -> None:
-        """Begin a step."""
 
-    def pop(self, key: tuple[str, int]) -> Tensor:
+class _Outbox(dict[tuple[str, int], Tensor]):
+    """Keeps nothing."""
+
+    def __setitem__(self, key: tuple[str, int], value: Tensor) -> None:
+        """Send a value."""
+
+
+class _Inbox(dict[tuple[str, int], Tensor]):
+    """Has whatever is asked for."""
+
+    def __init__(self, rank: RankProgram, mesh: Mesh) -> None:
+        super().__init__()
+        self.messages, self.device = rank.messages, mesh.device
+
+    def pop(self, key: tuple[str, int]) -> Tensor:  # type: ignore[override]
         """A value that arrives."""
         edge = self.messages[key[0]].edge
         return torch.empty(edge.shape, dtype=edge.dtype, device=self.device)
-
-
-class _Outbox(dict[Any, Any]):
-    """Keeps nothing."""
-
-    def __setitem__(self, key: Any, value: Any) -> None:
-        """Send a value."""
 
 
 def _stages_of(staged: StagedProgram, rank: RankProgram) -> dict[Key, int]:

@@ -137,9 +137,7 @@ class Simulated(Protocol[T_co]):
 
 
 @overload
-def simulate(
-    schedule: Schedule, costs: Costs, mesh: Mesh | None = None, noise: Noise | None = None
-) -> Simulation: ...
+def simulate(schedule: Schedule, costs: Costs, mesh: Mesh | None = None, noise: Noise | None = None) -> Simulation: ...
 @overload
 def simulate(schedule: Simulated[T], costs: Costs) -> T: ...
 def simulate(schedule: Any, costs: Costs, mesh: Mesh | None = None, noise: Noise | None = None) -> Any:

@@ -31,7 +31,9 @@ class Net(nn.Module):
         return out
 
 
-def plan_on(mesh: fs.Mesh, order: str = "", chunks: int = 1, tied: bool = False, blocks: int = 0) -> tuple[Any, fs.Plan]:
+def plan_on(
+    mesh: fs.Mesh, order: str = "", chunks: int = 1, tied: bool = False, blocks: int = 0
+) -> tuple[Any, fs.Plan]:
     """A model and its plan: one block a stage by default."""
     torch.manual_seed(0)
     model = fs.split(Net(blocks or mesh.axis_size("stage") * chunks, tied), units=["blocks.*"])
@@ -57,7 +59,9 @@ def batch(microbatches: int, rows: int = 1) -> tuple[Tensor, Tensor]:
     return ids, ids
 
 
-def traced(order: str, ranks: int, microbatches: int, chunks: int = 1, data: int = 1, rank: int = 0, **more: Any) -> Any:
+def traced(
+    order: str, ranks: int, microbatches: int, chunks: int = 1, data: int = 1, rank: int = 0, **more: Any
+) -> Any:
     """What a trace finds on an abstract mesh."""
     mesh = fs.abstract_mesh((ranks, data), ("stage", "data"), rank=rank)
     return step_on(mesh, order, chunks, microbatches, **more).trace(batch(microbatches))

@@ -81,10 +81,20 @@ def measured(data: int, order: str, chunks: int, remat: Any = None) -> tuple[int
 
 
 @pytest.mark.sample(2)
-@pytest.mark.parametrize("case", [
-    (1, "1f1b", 1), (1, "gpipe", 1), (1, "interleaved", 2), (1, "zb_h1", 1), (1, "zbv", 2), (2, "1f1b", 1),
-    (1, "1f1b", 1, "all"), (2, "interleaved", 2),
-], ids=str)
+@pytest.mark.parametrize(
+    "case",
+    [
+        (1, "1f1b", 1),
+        (1, "gpipe", 1),
+        (1, "interleaved", 2),
+        (1, "zb_h1", 1),
+        (1, "zbv", 2),
+        (2, "1f1b", 1),
+        (1, "1f1b", 1, "all"),
+        (2, "interleaved", 2),
+    ],
+    ids=str,
+)
 def test_a_rank_holds_what_was_said(pool: Pools, case: tuple[Any, ...]) -> None:
     """Shared memory copies a message when it is sent; other transports hold it until it has arrived."""
     for above, said, under_way in pool(2 * case[0]).run(measured, *case):

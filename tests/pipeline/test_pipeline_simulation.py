@@ -22,9 +22,7 @@ PARTED = {**SECONDS, ("backward", ""): 1.0, ("weight", ""): 1.0}
 def simulated(order: str, *sizes: int, costs: fs.sim.Costs | None = None, **more: Any) -> PipelineSimulation:
     """A pipeline of one block a stage."""
     seconds = PARTED if order.startswith(("zb", "dual")) else SECONDS
-    found: PipelineSimulation = fs.sim.simulate(
-        traced(order, *sizes, **more).schedules, costs or fs.sim.Costs(seconds)
-    )
+    found: PipelineSimulation = fs.sim.simulate(traced(order, *sizes, **more).schedules, costs or fs.sim.Costs(seconds))
     return found
 
 
