@@ -5,13 +5,15 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass, replace
 from typing import Any
 
+from torch import Tensor
+
 from fshard.pipeline import staged_refusals
-from fshard.pipeline.check_joint import check_joint
+from fshard.pipeline.joint_schedules import joint_schedules
 from fshard.pipeline.mail import ROLE as MAIL
 from fshard.pipeline.mail import Mail, MailActions
 from fshard.pipeline.orders import PipelineOrder
 from fshard.pipeline.pipeline_trace import PipelineSchedules, PipelineTrace
-from fshard.pipeline.rank_program import Lane, RankProgram, rank_program
+from fshard.pipeline.rank_program import Lane, RankProgram
 from fshard.pipeline.stage_engine import StageEngine
 from fshard.pipeline.stage_needs import stage_needs
 from fshard.pipeline.stage_sums import StageSums, role_of, shared_by
@@ -27,12 +29,9 @@ from fshard.runtime.steps.programs import Prepared, Programs
 from fshard.runtime.steps.rank_end import decline
 from fshard.runtime.steps.records import Agreed, Latest, PassResult, ProgramRun, Ready, StepRequest
 from fshard.runtime.steps.runner import Runner
-from fshard.schedule.build import build
-from fshard.schedule.check import check
 from fshard.schedule.infos import communicators
 from fshard.schedule.ops import GroupInfo
 from fshard.schedule.policy import Policy
-from fshard.schedule.schedule import Schedule
 from fshard.sharding.mesh import Axes
 from fshard.sharding.plan import Plan
 
@@ -192,21 +191,15 @@ class PipelineRunner(Runner):
         assert whole is not None and whole.stages is not None and isinstance(programs.policy, Policy)
         staged = trace_stages(self.finder.fn, whole, part, programs.train, programs.remat)
         order = self.order(programs.policy, programs.accumulate)
-        ranks, schedules = list[RankProgram](), list[Schedule]()
-        for position in range(whole.mesh.axis_size(whole.stages.axis)):
-            plan = self.plan if position == self.position else whole.at_position(position, self.plan.mesh)
-            rank = rank_program(staged, plan, self.infos(plan), order, position, programs.train)
-            schedule = build(rank.step, rank.infos, programs.policy, 1, programs.train)
-            check(schedule)
-            ranks.append(rank)
-            schedules.append(schedule)
-        lanes = {name: kind.lane for rank in ranks for name, kind in rank.messages.items()}
-        check_joint(schedules, lanes)
+        count = whole.mesh.axis_size(whole.stages.axis)
+        others = [whole.at_position(position, self.plan.mesh) for position in range(count)]
+        plans = [*others[: self.position], self.plan, *others[self.position + 1 :]]
+        known = [(plan, self.infos(plan)) for plan in plans]
+        ranks, schedules, lanes = joint_schedules(staged, known, order, programs.policy, programs.train)
         if not programs.train:
             forwards = [tuple([action for action in lane if action.kind == "F"]) for lane in order.ranks]
             order = replace(order, ranks=tuple(forwards))
-        every = PipelineSchedules(order, tuple(schedules))
-        return PlannedStep(staged, tuple(ranks), every, tuple(sorted(set(lanes.values()))))
+        return PlannedStep(staged, tuple(ranks), PipelineSchedules(order, tuple(schedules)), tuple(lanes))
 
     def _placed(self, planned: PlannedStep) -> StagedStep:
         """A program with its memory."""
@@ -215,7 +208,7 @@ class PipelineRunner(Runner):
         rank, schedule = planned.ranks[self.position], planned.schedules.ranks[self.position]
         engine = functools.partial(StageEngine, staged=staged, stages=rank.stages)
         found = replace(staged.trace, program=rank.program)
-        arena = programs.memory.new_arena(schedule.memory.arena_bytes)
+        arena = self._arena(schedule.memory.arena_bytes)
         placed = replace(programs, engine=engine).placed(found, arena, schedule.memory.offsets)
         mail = Mail(whole.mesh, whole.stages.axis, rank.messages, planned.lanes)
         actions = MailActions(placed.actions, mail, StageSums(whole, self.plan, placed.actions.gradients))
@@ -225,6 +218,16 @@ class PipelineRunner(Runner):
         passes = StagedPasses(*settings, staged=staged, rank=rank, mail=mail)
         prepared = replace(placed, weighted=staged.trace.weighted, route=route, axes=staged.trace.axes, digest=number)
         return StagedStep(planned, rank, prepared, passes, actions)
+
+    def _arena(self, size: int) -> Tensor:
+        """The arena, which all programs of the step share; those that are views of a smaller one are made again."""
+        memory = self.programs.memory
+        if memory.arena is None or memory.arena.numel() < size:
+            for step in self.staged.values():
+                step.prepared.engine.release()
+            self.staged.clear()
+            memory.arena = memory.new_arena(size)
+        return memory.arena
 
     def _step_of(self, prepared: Prepared) -> StagedStep:
         return next(step for step in self.staged.values() if step.prepared is prepared)

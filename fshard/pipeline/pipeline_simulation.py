@@ -152,7 +152,7 @@ class _PositionClock(Clock):
     def __init__(self, schedule: Schedule, costs: Costs, post: _Post, position: int) -> None:
         super().__init__(schedule, costs)
         self.post, self.position, self.at = post, position, 0
-        self.posted: dict[str, int] = {}  # the op that has posted the receive of an edge
+        self.posted: dict[Key, int] = {}  # the op that has posted a receive
 
     def ready(self) -> bool:
         """Tell whether the next op is there, and can run."""
@@ -178,6 +178,8 @@ class _PositionClock(Clock):
         """Run an op; messages go to other positions, and come from them."""
         if op.kind == "wait receive":
             self._arrive(op)
+        elif op.kind == "wait send":  # an edge may have several messages under way
+            self.under_way["send", op.target] = self.post.sent[op.target, op.microbatch][1]
         elif op.kind == "wait stage_sum":
             self.under_way["stage_sum", op.target] = max([part for part in self.post.whole(op.target) if part])
         start, end = super()._take(at, op)
@@ -186,14 +188,14 @@ class _PositionClock(Clock):
         elif op.kind == "stage_sum":
             self.post.parts[op.target, self.position] = end
         elif op.kind == "receive":
-            self.posted[op.target] = at
+            self.posted[op.target, op.microbatch] = at
         return start, end
 
     def _arrive(self, op: Op) -> None:
         """A message arrives: its receive lasted from the first byte to the last."""
         start, arrival = self.post.sent[op.target, op.microbatch]
-        at = self.posted.pop(op.target)
-        ready = max(self.under_way["receive", op.target], arrival)
+        at = self.posted.pop((op.target, op.microbatch))
+        ready = max(self.ticks.ends[at], arrival)
         self.under_way["receive", op.target] = ready
         self.ticks.starts[at], self.ticks.ends[at] = min(max(start, self.ticks.issued[at]), ready), ready
 

@@ -78,7 +78,13 @@ class RankProgram:
 
 
 def rank_program(
-    staged: StagedProgram, plan: Plan, infos: Sequence[GroupInfo], order: PipelineOrder, position: int, train: bool
+    staged: StagedProgram,
+    plan: Plan,
+    infos: Sequence[GroupInfo],
+    order: PipelineOrder,
+    position: int,
+    train: bool,
+    most: int = 1,
 ) -> RankProgram:
     """Return what the ranks of a position do.
 
@@ -89,6 +95,7 @@ def rank_program(
         order: the order of the pipeline.
         position: the position.
         train: whether there are gradients.
+        most: the messages that may be under way on an edge.
     """
     whole = plan.whole
     assert whole is not None and whole.stages is not None
@@ -99,7 +106,7 @@ def rank_program(
     messages = _messages(staged, table, position)
     edges, more = [], list[GroupInfo]()
     for name, kind in messages.items():
-        edges.append(Edge(len(infos) + len(more), spans.at(kind, position)))
+        edges.append(Edge(len(infos) + len(more), spans.at(kind, position), most))
         more.append(_info(name, kind, position, table.axis))
     own = {g: g for g, info in enumerate(infos) if info.trainable and train}
     each = Pass(program, order.microbatches, own, tuple([portion for _, portion in turns]), tuple(edges))

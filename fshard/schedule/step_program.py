@@ -34,10 +34,12 @@ class Edge(NamedTuple):
     Attributes:
         group: the group that stands for it, whose one transfer sends or receives it.
         at: the compute op, among those of a microbatch, after which it is sent, or before which it is received.
+        most: the messages that may be under way at a time.
     """
 
     group: int
     at: int
+    most: int = 1
 
 
 @dataclass(frozen=True)

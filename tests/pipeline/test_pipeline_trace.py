@@ -1,5 +1,6 @@
 """What is known of a pipeline before it runs: schedules of all positions, needs of a rank, the plan, and pictures."""
 
+import itertools
 from dataclasses import replace
 from typing import Any
 
@@ -8,7 +9,7 @@ import torch
 
 import fshard as fs
 from fshard.errors import BatchError, PlanError
-from fshard.pipeline import held, make_order
+from fshard.pipeline import held, joint_schedules, make_order
 from fshard.pipeline.pipeline_trace import PipelineTrace
 from fshard.schedule.footprint import Need, footprint
 from fshard.sharding.plan_table import held as bytes_held
@@ -164,9 +165,9 @@ def layer(p: Any, x: torch.Tensor) -> torch.Tensor:
 
 
 @fs.unit
-def both(p: Any, q: Any, x: torch.Tensor) -> torch.Tensor:
+def both(p: Any, x: torch.Tensor) -> torch.Tensor:
     """A unit that reads leaves of two units of the plan."""
-    return x @ p["w"] @ q["w"]
+    return x @ p["0"]["w"] @ p["1"]["w"]
 
 
 def function_step(fn: Any) -> Any:
@@ -183,7 +184,20 @@ def test_units_that_are_functions_are_on_the_stage_of_their_leaves() -> None:
     assert units == [{"layer(layers.0.w)"}, {"layer(layers.1.w)"}]
 
 
+def test_an_edge_may_have_several_messages_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gradients that wait to be sent then take memory for each."""
+    made, costs = joint_schedules.rank_program, fs.sim.Costs(FORWARD.seconds, fs.sim.Link(10.0, 0.1))
+    one = traced("1f1b", 2, 6, rank=1)
+    monkeypatch.setattr(joint_schedules, "rank_program", lambda *args: made(*args[:-1], 2))
+    two = traced("1f1b", 2, 6, rank=1)
+    assert one.schedules.hash != two.schedules.hash
+    name = next(item for item in two.schedule.memory.sizes if item.startswith("send:"))
+    spans = two.schedule.memory.lifetimes[name]
+    assert any(later[0] < earlier[1] for earlier, later in itertools.pairwise(spans))
+    assert fs.sim.simulate(two.schedules, costs).seconds <= fs.sim.simulate(one.schedules, costs).seconds
+
+
 def test_units_of_several_stages_are_refused() -> None:
-    step = function_step(lambda p, x: layer(p["1"], both(p["0"], p["1"], x)))
+    step = function_step(lambda p, x: layer(p["1"], both(p, x)))
     with pytest.raises(PlanError, match=r"reads layers.0.w of stage 0, layers.1.w of stage 1, so no stage is its own"):
         step.trace(torch.ones(4, 4))
