@@ -1,7 +1,7 @@
 """The runner of a train step whose model is cut into stages."""
 
 import functools
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -9,11 +9,14 @@ from torch import Tensor
 
 from fshard.pipeline import staged_refusals
 from fshard.pipeline.joint_schedules import joint_schedules
+from fshard.pipeline.mail import ROLE as MAIL
 from fshard.pipeline.mail import Mail, MailActions
 from fshard.pipeline.orders import PipelineOrder
+from fshard.pipeline.pipeline_trace import PipelineSchedules, PipelineTrace
 from fshard.pipeline.rank_program import Lane, RankProgram
 from fshard.pipeline.stage_engine import StageEngine
-from fshard.pipeline.stage_sums import StageSums
+from fshard.pipeline.stage_needs import stage_needs
+from fshard.pipeline.stage_sums import StageSums, role_of, shared_by
 from fshard.pipeline.staged_passes import StagedPasses
 from fshard.pipeline.staged_trace import StagedProgram, trace_stages
 from fshard.runtime.comm.facts import Facts, digest
@@ -26,9 +29,10 @@ from fshard.runtime.steps.programs import Prepared, Programs
 from fshard.runtime.steps.rank_end import decline
 from fshard.runtime.steps.records import Agreed, Latest, PassResult, ProgramRun, Ready, StepRequest
 from fshard.runtime.steps.runner import Runner
+from fshard.schedule.infos import communicators
 from fshard.schedule.ops import GroupInfo
 from fshard.schedule.policy import Policy
-from fshard.schedule.schedule import Schedule
+from fshard.sharding.mesh import Axes
 from fshard.sharding.plan import Plan
 
 OrderMaker = Callable[[Policy, int], PipelineOrder]
@@ -39,24 +43,44 @@ InfosMaker = Callable[[Plan], tuple[GroupInfo, ...]]
 
 
 @dataclass(frozen=True)
+class PlannedStep:
+    """A program cut into stages, and what each position does.
+
+    Attributes:
+        staged: the program.
+        ranks: the parts of all positions.
+        schedules: their schedules.
+        lanes: the ways of messages between them.
+    """
+
+    staged: StagedProgram
+    ranks: tuple[RankProgram, ...]
+    schedules: PipelineSchedules
+    lanes: tuple[Lane, ...]
+
+
+@dataclass(frozen=True)
 class StagedStep:
     """A program on its way: what all positions do, and this rank's part, ready to run.
 
     Attributes:
-        staged: the program, cut into stages.
+        planned: what all positions do.
         rank: this rank's part.
-        schedules: those of all positions.
         prepared: this rank's part, with its memory.
         passes: runs it.
         actions: what the ops of its schedule do.
     """
 
-    staged: StagedProgram
+    planned: PlannedStep
     rank: RankProgram
-    schedules: tuple[Schedule, ...]
     prepared: Prepared
     passes: StagedPasses
     actions: MailActions
+
+    @property
+    def staged(self) -> StagedProgram:
+        """The program, cut into stages."""
+        return self.planned.staged
 
 
 class PipelineRunner(Runner):
@@ -73,6 +97,7 @@ class PipelineRunner(Runner):
     def __init__(self, fn: Any, programs: Programs, order: OrderMaker, infos: InfosMaker, call: str) -> None:
         super().__init__(fn, programs, call)
         self.order, self.infos = order, infos
+        self.plans: dict[Hashable, PlannedStep] = {}
         self.staged: dict[Hashable, StagedStep] = {}
         self.latest_step: StagedStep | None = None
 
@@ -84,10 +109,7 @@ class PipelineRunner(Runner):
             check_device(batch, self.plan.mesh.device)
             if programs.train:
                 check_detached(batch)
-            parts = microbatches(batch, programs.accumulate, self.plan.batch)
-            for number, part in enumerate(parts):
-                if shapes(part) != shapes(parts[0]):
-                    raise staged_refusals.other_shapes(number)
+            parts = self._parts(batch)
             step = self.latest_step = self.look(parts[0])
             if programs.train and not step.staged.trace.weighted:
                 check_even(batch, programs.accumulate)
@@ -100,48 +122,102 @@ class PipelineRunner(Runner):
             decline(programs.comms.control, self.call, batch, error)
         return Ready(given, prepared, executor, parts, facts)
 
+    def _parts(self, batch: Any) -> list[Any]:
+        """The microbatches, which have one shape."""
+        parts = microbatches(batch, self.programs.accumulate, self.plan.batch)
+        for number, part in enumerate(parts):
+            if shapes(part) != shapes(parts[0]):
+                raise staged_refusals.other_shapes(number)
+        return parts
+
+    @property
+    def position(self) -> int:
+        """This rank's position on the axis of stages."""
+        whole = self.plan.whole
+        assert whole is not None and whole.stages is not None
+        return whole.mesh.index(whole.stages.axis)
+
+    def trace(self, batch: Any) -> PipelineTrace:
+        """Return what a step on batches like this one does, without running it.
+
+        Raises:
+            PlanError: as ``trace_stages``.
+            BatchError: the batch cannot be cut into equal microbatches.
+        """
+        programs, part = self.programs, self._parts(batch)[0]
+        planned = self.planned(part)
+        staged, rank, trace = planned.staged, planned.ranks[self.position], planned.staged.trace
+        if programs.train and not trace.weighted:
+            check_even(batch, programs.accumulate)
+        found = stage_needs(self.finder.fn, staged, rank, self.plan, part, programs.train, programs.remat)
+        idle = None if trace.idle is None else tuple([path for path in trace.idle if path in self.plan.leaves])
+        return PipelineTrace(
+            planned.schedules.ranks[self.position],
+            needs=found.needs,
+            idle=idle,
+            communicators=self._communicators(planned),
+            graphs=programs.direct,
+            flops=found.flops,
+            schedules=planned.schedules,
+        )
+
+    def _communicators(self, planned: PlannedStep) -> tuple[tuple[str, Axes], ...]:
+        """The communicators of this rank."""
+        programs, whole = self.programs, self.plan.whole
+        assert whole is not None and whole.stages is not None
+        axis, position = (whole.stages.axis,), self.position
+        needed = communicators(self.plan, programs.comms.secondary, planned.staged.trace.axes)
+        needed += [(f"{MAIL} {lane}", axis) for lane in planned.lanes if position in lane[:2]]
+        needed += [(role, axis) for held in shared_by(whole) if position in held for role in [role_of(held)]]
+        return tuple(needed)
+
+    def planned(self, part: Any) -> PlannedStep:
+        """What all positions do with microbatches like this one."""
+        key = signature(part), tuple(shapes(part))
+        if key not in self.plans:
+            self.plans[key] = self._planned(part)
+        return self.plans[key]
+
     def look(self, part: Any) -> StagedStep:
         """The step for microbatches like this one."""
         key = signature(part), tuple(shapes(part))
         if key not in self.staged:
-            self.staged[key] = self._made(part)
+            self.staged[key] = self._placed(self.planned(part))
         return self.staged[key]
 
-    def _made(self, part: Any) -> StagedStep:
-        """Trace, cut, schedule and place a program."""
+    def _planned(self, part: Any) -> PlannedStep:
+        """Trace, cut and schedule a program."""
         programs, whole = self.programs, self.plan.whole
         assert whole is not None and whole.stages is not None and isinstance(programs.policy, Policy)
         staged = trace_stages(self.finder.fn, whole, part, programs.train, programs.remat)
         order = self.order(programs.policy, programs.accumulate)
-        plans = [
-            self.plan
-            if position == whole.mesh.index(whole.stages.axis)
-            else whole.at_position(position, self.plan.mesh)
-            for position in range(whole.mesh.axis_size(whole.stages.axis))
-        ]
+        count = whole.mesh.axis_size(whole.stages.axis)
+        others = [whole.at_position(position, self.plan.mesh) for position in range(count)]
+        plans = [*others[: self.position], self.plan, *others[self.position + 1 :]]
         known = [(plan, self.infos(plan)) for plan in plans]
         ranks, schedules, lanes = joint_schedules(staged, known, order, programs.policy, programs.train)
-        return self._placed(staged, ranks[plans.index(self.plan)], tuple(schedules), lanes)
+        if not programs.train:
+            forwards = [tuple([action for action in lane if action.kind == "F"]) for lane in order.ranks]
+            order = replace(order, ranks=tuple(forwards))
+        return PlannedStep(staged, tuple(ranks), PipelineSchedules(order, tuple(schedules)), tuple(lanes))
 
-    def _placed(
-        self, staged: StagedProgram, rank: RankProgram, schedules: tuple[Schedule, ...], lanes: Sequence[Lane]
-    ) -> StagedStep:
+    def _placed(self, planned: PlannedStep) -> StagedStep:
         """A program with its memory."""
-        programs, whole = self.programs, self.plan.whole
+        programs, whole, staged = self.programs, self.plan.whole, planned.staged
         assert whole is not None and whole.stages is not None
-        schedule = schedules[rank.position]
+        rank, schedule = planned.ranks[self.position], planned.schedules.ranks[self.position]
         engine = functools.partial(StageEngine, staged=staged, stages=rank.stages)
         found = replace(staged.trace, program=rank.program)
         arena = self._arena(schedule.memory.arena_bytes)
         placed = replace(programs, engine=engine).placed(found, arena, schedule.memory.offsets)
-        mail = Mail(whole.mesh, whole.stages.axis, rank.messages, lanes)
+        mail = Mail(whole.mesh, whole.stages.axis, rank.messages, planned.lanes)
         actions = MailActions(placed.actions, mail, StageSums(whole, self.plan, placed.actions.gradients))
         route = make_route(schedule, actions)
-        number = digest([each.hash for each in schedules])
+        number = digest([each.hash for each in planned.schedules.ranks])
         settings = self.finder.fn, programs.train, self.in_backward, self.divisor
         passes = StagedPasses(*settings, staged=staged, rank=rank, mail=mail)
         prepared = replace(placed, weighted=staged.trace.weighted, route=route, axes=staged.trace.axes, digest=number)
-        return StagedStep(staged, rank, schedules, prepared, passes, actions)
+        return StagedStep(planned, rank, prepared, passes, actions)
 
     def _arena(self, size: int) -> Tensor:
         """The arena, which all programs of the step share; those that are views of a smaller one are made again."""

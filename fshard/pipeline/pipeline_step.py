@@ -10,6 +10,7 @@ from torch import Tensor
 from fshard import tree
 from fshard.collectives.linear import Collect, apply
 from fshard.collectives.ranks import Ranks
+from fshard.collectives.scope import bind
 from fshard.errors import PlanError
 from fshard.model.precision import Precision
 from fshard.optim.base import Optimizer
@@ -19,6 +20,7 @@ from fshard.pipeline.named_orders import make_order
 from fshard.pipeline.order_csv import parse_csv
 from fshard.pipeline.orders import PipelineOrder, parse
 from fshard.pipeline.pipeline_runner import PipelineRunner
+from fshard.pipeline.pipeline_trace import PipelineSchedules, PipelineTrace
 from fshard.runtime.engine.loss_result import Mean
 from fshard.runtime.engine.plain_values import is_float
 from fshard.runtime.execution.update_memory import state_needs
@@ -52,6 +54,25 @@ class PipelineStep(TrainStep):
 
         runner = PipelineRunner(loss_fn, programs, order, infos, "train step")
         super().__init__(loss_fn, opt, plan.own, options, programs, runner)
+        self._staged = runner
+
+    def trace(self, batch: Any) -> PipelineTrace:
+        """Return what a step on batches like this one does, without running it. Needs no processes: any mesh will do.
+
+        Raises:
+            PlanError: the program cannot be cut into stages, or depends on values of tensors.
+            BatchError: a step would refuse the batch: its rows cannot be cut into equal microbatches.
+        """
+        return traced(self._staged, batch)
+
+    @property
+    def schedules(self) -> PipelineSchedules:
+        """The schedules of all positions in the latest run. ``print`` them. ``schedule`` is that of this rank.
+
+        Raises:
+            PlanError: nothing has run yet.
+        """
+        return latest_schedules(self._staged)
 
     def __repr__(self) -> str:
         whole = self.plan.whole
@@ -71,6 +92,23 @@ class PipelineEvalStep(EvalStep):
         order = functools.partial(order_of, plan.stages, name="gpipe")
         self._runner = self._staged = PipelineRunner(fn, self._programs(), order, infos, "evaluation step")
         self._equal = Equal(plan, running.told(), always=running.debug)
+
+    def trace(self, batch: Any) -> PipelineTrace:
+        """Return what an evaluation of batches like this one does, without running it. Any mesh will do.
+
+        Raises:
+            PlanError: the program cannot be cut into stages, or depends on values of tensors.
+        """
+        return traced(self._staged, batch)
+
+    @property
+    def schedules(self) -> PipelineSchedules:
+        """The schedules of all positions in the latest run.
+
+        Raises:
+            PlanError: nothing has run yet.
+        """
+        return latest_schedules(self._staged)
 
     def _evaluate(self, request: StepRequest) -> Any:
         result = super()._evaluate(request)
@@ -92,6 +130,23 @@ class PipelineEvalStep(EvalStep):
             else:
                 out.append(leaf)
         return tree.unflatten(spec, out)
+
+
+def traced(runner: PipelineRunner, batch: Any) -> PipelineTrace:
+    """Return what a run on batches like this one does, without running it."""
+    with bind(runner.plan.mesh, runner.plan.data_axes):
+        return runner.trace(batch)
+
+
+def latest_schedules(runner: PipelineRunner) -> PipelineSchedules:
+    """The schedules of all positions in the latest run.
+
+    Raises:
+        PlanError: nothing has run yet.
+    """
+    if runner.latest_step is None:
+        raise PlanError("no schedules yet: they are found from a batch; run it once, or ask trace, which runs nothing")
+    return runner.latest_step.planned.schedules
 
 
 def check_running(running: RunOptions, order: PipelineOrder) -> None:

@@ -200,9 +200,9 @@ def _messages(staged: StagedProgram, table: StageTable, position: int) -> dict[s
 
 
 def _info(name: str, kind: MessageKind, position: int, axis: str) -> GroupInfo:
-    """The group that stands for an edge."""
+    """The group that stands for an edge. What waits to be sent is an activation still, but for a gradient."""
     nbytes = kind.edge.nbytes
     move = Transfer("receive", EDGE, EDGE, 0, nbytes, axis)
     if kind.sender == position:
-        move = replace(move, kind="send", sent=nbytes, staging=0)
+        move = replace(move, kind="send", sent=nbytes, staging=nbytes if kind.gradient else 0)
     return GroupInfo(name, 0, 0, 0, False, (move,))

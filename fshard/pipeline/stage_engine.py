@@ -53,16 +53,26 @@ class StageEngine(Engine):
         self, plan: Plan, sink: Sink, remat: Remat, traits: Traits, staged: StagedProgram, stages: tuple[int, ...]
     ) -> None:
         super().__init__(plan, sink, remat, traits)
-        self.staged, self.stage, self.position = staged, -1, 0
+        self.staged, self.stage, self.position, self._stages = staged, -1, 0, stages
         self.received: Received = {}
         self.keep: Keep = _forget
         self.leaves_wait = self.marked = self.unsettled = False
-        mode = FakeTensorMode(allow_non_fake_inputs=True)
-        with mode:
-            self._absent = [[_absent(leaf) for leaf in leaves] for _, leaves in staged.results]
-            self._trees = {stage: self._tree(stage) for stage in stages}
+        self.absent_in(FakeTensorMode(allow_non_fake_inputs=True))
         self._sent = {(edge.call, edge.output) for edge in staged.edges}
         self._real: dict[tuple[int, Unit], tuple[Any, Any]] = {}
+
+    def absent_in(self, mode: FakeTensorMode) -> None:
+        """Make the values and leaves of other stages as fake tensors of a mode."""
+        with mode:
+            self._absent = [[_absent(leaf) for leaf in leaves] for _, leaves in self.staged.results]
+            self._trees = {stage: self._tree(stage) for stage in self._stages}
+
+    def absent(self) -> Iterator[Tensor]:
+        """All values and leaves that have no data."""
+        yield from (leaf for leaves in self._absent for leaf in leaves if isinstance(leaf, Tensor))
+        for stage, params in self._trees.items():
+            held = self.staged.outside[stage]
+            yield from (leaf for path, leaf in tree.paths(params) if path not in held)
 
     def forward(self, fn: Callable[..., Any], batch: Any, stage: int, received: Received, keep: Keep) -> Any:
         """Run a stage on a microbatch.

@@ -1,5 +1,6 @@
 """Gradients of leaves that several stages hold, such as a tied embedding: summed in the order of positions."""
 
+from collections.abc import Sequence
 from functools import partial
 
 from torch import Tensor
@@ -15,6 +16,18 @@ ROLE = "stage_sum"
 """How the roles of these communicators begin."""
 
 
+def shared_by(whole: Plan) -> list[tuple[int, ...]]:
+    """The sets of positions that hold a trained leaf together, of a plan of all stages."""
+    assert whole.stages is not None
+    holders = [whole.stages.positions(group.leaves[0].path) for group in whole.groups if group.trainable]
+    return sorted({held for held in holders if len(held) > 1})
+
+
+def role_of(held: Sequence[int]) -> str:
+    """The role of the communicators of some positions."""
+    return f"{ROLE} {'+'.join(map(str, held))}"
+
+
 class StageSums:
     """Adds up gradients over the positions that hold a leaf.
 
@@ -28,8 +41,7 @@ class StageSums:
         assert whole.stages is not None
         self.axis, self.gradients = whole.stages.axis, gradients
         self.position = whole.mesh.index(self.axis)
-        holders = [whole.stages.positions(group.leaves[0].path) for group in whole.groups if group.trainable]
-        self.sets = sorted({held for held in holders if len(held) > 1})
+        self.sets = shared_by(whole)
         self.groups = {group.name: group.id for group in own.groups}
         self.holders = {group.id: whole.stages.positions(group.leaves[0].path) for group in own.groups}
         self.comms: dict[tuple[int, ...], Communicator] = {}
@@ -39,7 +51,7 @@ class StageSums:
         """Make the communicators of all sets of positions that share a leaf. Collective at its first call."""
         for held in self.sets:
             if held not in self.comms:
-                self.comms[held] = transport.between(f"{ROLE} {'+'.join(map(str, held))}", self.axis, held)
+                self.comms[held] = transport.between(role_of(held), self.axis, held)
 
     def run(self, op: Op) -> Run:
         """Return what an op does."""

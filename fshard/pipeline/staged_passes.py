@@ -45,6 +45,17 @@ class StageRun:
     loss: Loss | None = None
     parted: PartedBackward | None = None
 
+    def release(self) -> None:
+        """Let go of all but the result: its backward is over. A loss holds its graph, which holds what was received."""
+        if self.loss is not None:
+            loss, self.result = self.loss, None
+            aux = tree.mapped(detached, loss.aux) if loss.aux else loss.aux
+            self.loss = Loss(loss.total.detach(), loss.count, aux)
+        self.values.clear()
+        self.received.clear()
+        self.grads.clear()
+        self.parted = None
+
 
 @dataclass(frozen=True)
 class StagedPasses(Passes):
@@ -91,9 +102,9 @@ class StagedPasses(Passes):
                     engine.resume(executor)
                     if action is not None and action.kind == "F":
                         key = action.stage, microbatch
-                        run = runs[key] = self._forward(engine, executor, parts[microbatch], key, runs, opened)
+                        runs[key] = self._forward(engine, executor, parts[microbatch], key, runs, opened)
                         if self._last(action.stage):
-                            ended[microbatch] = run
+                            ended[microbatch] = runs[key]
                     elif action is not None:
                         with opened():
                             self._backward(engine, action, runs, scale)
@@ -133,11 +144,15 @@ class StagedPasses(Passes):
         with torch.set_grad_enabled(self.train), opened():
             run.result = engine.forward(self.fn, part, stage, run.received, keep)
         if self._last(stage):
-            check_data(run.result)
+            self.check_result(run.result)
             if self.train:
                 run.loss = read_loss(run.result)
                 check_differentiable(run.loss)
         return run
+
+    def check_result(self, result: Any) -> None:
+        """Refuse what a trace has left in a result."""
+        check_data(result)
 
     def _backward(
         self, engine: StageEngine, action: Action, runs: dict[tuple[int, int], StageRun], scale: float
@@ -149,7 +164,7 @@ class StagedPasses(Passes):
             assert run.parted is not None
             calls = [call for call in self.rank.program.backward if self._stage_of[call] == stage]
             engine.backward_of_leaves(run.parted, calls)
-            del runs[stage, microbatch]
+            runs.pop((stage, microbatch)).release()
             return
 
         def done() -> None:
@@ -165,7 +180,7 @@ class StagedPasses(Passes):
             engine.backward_of_inputs(run.parted, done)
         else:
             engine.backward(functools.partial(torch.autograd.backward, values, grads), done)
-            del runs[stage, microbatch]
+            runs.pop((stage, microbatch)).release()
 
     def _roots(self, run: StageRun, microbatch: int, scale: float) -> tuple[list[Tensor], list[Tensor]]:
         """The values from which a backward starts, and their gradients."""
@@ -232,6 +247,5 @@ class StagedPasses(Passes):
             aux = told_values(loss.aux)
             return PassResult([none], [{} if aux is NOTHING else aux], loss.count is not None)
         losses = [run.loss for run in runs if run.loss is not None]
-        totals = [(loss.total.detach(), 1.0 if loss.count is None else loss.count) for loss in losses]
-        aux = [tree.mapped(detached, loss.aux) if loss.aux else loss.aux for loss in losses]
-        return PassResult(totals, aux, losses[0].count is not None)
+        totals = [(loss.total, 1.0 if loss.count is None else loss.count) for loss in losses]
+        return PassResult(totals, [loss.aux for loss in losses], losses[0].count is not None)

@@ -52,13 +52,16 @@ class Clock:
 
     def run(self) -> Ticks:
         """Tell the times of all ops."""
-        ticks = self.ticks
         for at, op in enumerate(self.schedule):
-            ticks.issued.append(self.read(self.now))
-            start, end = self._take(at, op)
-            ticks.starts.append(self.read(start))
-            ticks.ends.append(self.read(end))
-        return ticks
+            self.tell(at, op)
+        return self.ticks
+
+    def tell(self, at: int, op: Op) -> None:
+        """Run the next op, and write down its times."""
+        self.ticks.issued.append(self.read(self.now))
+        start, end = self._take(at, op)
+        self.ticks.starts.append(self.read(start))
+        self.ticks.ends.append(self.read(end))
 
     @property
     def over(self) -> Time:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from fshard import markup
 from fshard.arguments import size_text
-from fshard.schedule.ops import COMPUTE_KINDS, ROOT
+from fshard.schedule.ops import COMPUTE_KINDS, ROOT, Op
 from fshard.schedule.schedule import Schedule
 from fshard.schedule.schedule_memory import ScheduleMemory
 
@@ -20,6 +20,9 @@ class Need:
     ``copied`` are bytes that go between the device and the memory of its host.
     ``bare`` is the peak with unit graphs: without gradients of leaves that end with the op, which a graph writes to the
     flat gradient, and where what a unit's Python makes for itself ends with its last use, and not with its names.
+    In a pipeline ``part`` tells parts of a microbatch apart that hold activations side by side, those of each stage:
+    what a need says is that of its part alone. ``shared`` are the bytes of ``after`` that all microbatches of a part
+    share: gradients of leaves outside of units, which wait on the leaves for the end of a microbatch.
     """
 
     peak: int
@@ -28,6 +31,8 @@ class Need:
     moved: int = 0
     bare: int = field(default=0, compare=False)
     copied: int = 0
+    part: int = field(default=0, compare=False)
+    shared: int = field(default=0, compare=False)
 
 
 @dataclass(frozen=True)
@@ -65,6 +70,7 @@ class Footprint:
 def footprint(schedule: Schedule, needs: Sequence[Need], graphs: bool = False) -> Footprint:
     """The peak of a step, given the needs of one microbatch's compute ops; every microbatch is taken to need the same.
 
+    Where microbatches take turns, as in a pipeline, what parts of several hold adds up (``Need.part``).
     With several passes they are those of ``schedule.stages.computes``. One need alone is that of every compute op.
     A gradient that a compute op fills is part of its own need until it is over, and an item of memory after that. With
     ``graphs`` it is an item from the begin of the op, and the need has no gradients of leaves beside it, where no other
@@ -77,23 +83,72 @@ def footprint(schedule: Schedule, needs: Sequence[Need], graphs: bool = False) -
     born, filled = (_begun(memory, kind, [g.name for g in schedule.groups], len(schedule)) for kind in ("grad", "fill"))
     flat = _begun(memory, "shard", [group.name for group in schedule.groups if not group.reduced], len(schedule))
     direct = _direct(schedule) if graphs else frozenset()
-    best, after = (-1, 0, 0, 0), 0
+    best, under_way = (-1, 0, 0, 0), _UnderWay(any(each.order for each in schedule.stages.passes))
     for at, op in enumerate(schedule):
-        held, beside = after, memory.beside[at]
+        held, beside = under_way.total, memory.beside[at]
         if op.kind in COMPUTE_KINDS:
-            need = needs[order[done] % len(needs)]
-            held, after, done = need.peak, need.after, done + 1
+            need, done = needs[order[done] % len(needs)], done + 1
+            held, others = need.peak, under_way.beside(op, need)
             if graphs and op.kind == "forward" and op.target != ROOT:
                 held = need.bare
             elif (op.microbatch, op.target) in direct:
                 held = max(held, need.bare + born[at] + flat[at])
             else:
-                held = max(held, after + filled[at] + flat[at])
+                held = max(held, need.after + filled[at] + flat[at])
+            held += others
+            under_way.take(op, need)
             beside -= born[at] + filled[at] + flat[at]
         best = max(best, (held + beside, -at, beside, held))
     total, at, beside, held = best
     where = str(schedule[-at]) if len(schedule) else "none"
     return Footprint(memory.arena_bytes + max(total, 0), -at, where, memory.arena_bytes, beside, held)
+
+
+class _UnderWay:
+    """The activations that are there between compute ops.
+
+    Where microbatches run as a whole, the needs of each say all that there is. In a pipeline they take turns, and what
+    parts of several microbatches hold adds up.
+    """
+
+    def __init__(self, in_turns: bool) -> None:
+        self.in_turns = in_turns
+        self.own: dict[tuple[int, int], int] = {}  # by microbatch and part
+        self.made: dict[tuple[int, int], int] = {}  # the shared bytes that the need of a part contains
+        self.shared: dict[int, int] = {}  # by part
+
+    @property
+    def total(self) -> int:
+        """Bytes of all parts of all microbatches."""
+        return sum(self.own.values()) + sum(self.shared.values())
+
+    def beside(self, op: Op, need: Need) -> int:
+        """Bytes beside those that the need of an op contains."""
+        if not self.in_turns:
+            return 0
+        if _ends(op):
+            return sum([size for (microbatch, _), size in self.own.items() if microbatch != op.microbatch])
+        key = op.microbatch, need.part
+        others = sum(self.own.values()) - self.own.get(key, 0) + sum(self.shared.values())
+        return others - min(self.made.get(key, 0), self.shared.get(need.part, 0))
+
+    def take(self, op: Op, need: Need) -> None:
+        """An op is over."""
+        key = (op.microbatch, need.part) if self.in_turns else (0, 0)
+        if _ends(op) and self.in_turns:
+            for each in [each for each in self.own if each[0] == op.microbatch]:
+                del self.own[each]
+            self.shared.clear()
+            self.made.clear()
+        else:
+            self.made[key] = need.shared
+            self.shared[need.part] = max(self.shared.get(need.part, 0), need.shared)
+        self.own[key] = need.after - need.shared
+
+
+def _ends(op: Op) -> bool:
+    """Tell whether an op ends its microbatch."""
+    return op.kind == "backward" and op.target == ROOT
 
 
 def _direct(schedule: Schedule) -> frozenset[tuple[int, str]]:

@@ -271,7 +271,7 @@ class _Lives:
         elif transfer.target not in (STATE, HOST, EDGE) and not transfer.late:
             self.born.setdefault(f"{transfer.target}:{group.name}", at)  # shards add up over microbatches
         if transfer.staging:
-            self.begin(f"{transfer.kind}:{group.name}", at)
+            self.begin(self._staging(at, group, transfer), at)
         if transfer.kind == "replica_reduce" and group.left_bytes:
             self.born[f"left:{group.name}"] = at
 
@@ -281,7 +281,13 @@ class _Lives:
         if not transfer.spent and transfer.source not in (STATE, HOST, EDGE, SECOND, transfer.target):
             yield self.end(f"{transfer.source}:{group.name}", group.size(transfer.source), at)
         if transfer.staging:
-            yield self.end(f"{transfer.kind}:{group.name}", transfer.staging, at)
+            _, size, span = self.end(self._staging(at, group, transfer), transfer.staging, at)
+            yield f"{transfer.kind}:{group.name}", size, span
+
+    def _staging(self, at: int, group: GroupInfo, transfer: Transfer) -> str:
+        """The item of a transfer under way; an edge may have several messages."""
+        message = f"@{self.ops[at].microbatch}" if transfer.row.stage == "edge" else ""
+        return f"{transfer.kind}:{group.name}{message}"
 
     def _kept(self, group: GroupInfo) -> str:
         """The item in which a gradient waits for its update; empty if no item does."""

@@ -15,6 +15,7 @@ takes nothing from compute. So a host whose processors do both is foreseen too f
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any, Protocol, TypeVar, overload
 
 from fshard import markup
 from fshard.arguments import expect, size_text
@@ -25,6 +26,9 @@ from fshard.schedule.ops import LOCAL, ROOT, STEP_KINDS, Op
 from fshard.schedule.schedule import Schedule
 from fshard.schedule.transfers import Transfer, awaited
 from fshard.sharding.mesh import Mesh
+
+T = TypeVar("T")
+T_co = TypeVar("T_co", covariant=True)
 
 
 @dataclass(frozen=True)
@@ -125,21 +129,34 @@ class Simulation:
         return markup.shown(title, markup.table(["", "seconds", ""], rows), folded if waits else "")
 
 
-def simulate(schedule: Schedule, costs: Costs, mesh: Mesh | None = None, noise: Noise | None = None) -> Simulation:
+class Simulated(Protocol[T_co]):
+    """Schedules of several ranks, which run together: they say themselves how they are simulated."""
+
+    def simulate(self, costs: Costs) -> T_co:
+        """Say when each op of all schedules begins and ends."""
+
+
+@overload
+def simulate(schedule: Schedule, costs: Costs, mesh: Mesh | None = None, noise: Noise | None = None) -> Simulation: ...
+@overload
+def simulate(schedule: Simulated[T], costs: Costs) -> T: ...
+def simulate(schedule: Any, costs: Costs, mesh: Mesh | None = None, noise: Noise | None = None) -> Any:
     """Say when each op of a schedule begins and ends.
 
     Args:
-        schedule: the schedule.
+        schedule: the schedule; or those of all positions of a pipeline, ``step.trace(batch).schedules``.
         costs: what its ops cost.
         mesh: the ranks, given with ``noise``: the mesh that the schedule was made for, of up to some ten thousand
             ranks. An abstract one will do. Bytes are the schedule's, so other sizes would be wrong.
         noise: how ranks differ. Without it they are alike, and one is simulated for all.
 
     Returns:
-        The times of one rank; with noise, of the one that ends last.
+        The times of one rank; with noise, of the one that ends last. Of a pipeline a value with those of one rank of
+        each position.
 
     Raises:
-        PlanError: costs of an op that the schedule does not have, or that lack all of its forwards.
+        PlanError: costs of an op that the schedule does not have, or that lack all of its forwards; noise for a
+            pipeline.
         ScheduleError: something is waited for that was never issued.
 
     >>> from fshard.schedule import Call, GroupInfo, Link, Policy, Program, Transfer, build
@@ -150,27 +167,36 @@ def simulate(schedule: Schedule, costs: Costs, mesh: Mesh | None = None, noise: 
     step 3.500 s: compute 2.000 s, wire 1.000 s for 100 B sent, exposed 1.500 s
        1.500 s  wait all_gather layer
     """
+    together = not isinstance(schedule, Schedule) and hasattr(schedule, "simulate")
     wants = [
-        ("schedule", schedule, Schedule, "step.schedule, or step.trace(batch).schedule"),
+        ("schedule", schedule, object if together else Schedule, "step.schedule, or step.trace(batch).schedule"),
         ("costs", costs, Costs, "fs.sim.Costs(...)"),
         ("mesh", mesh, (Mesh, type(None)), "fs.abstract_mesh(...)"),
         ("noise", noise, (Noise, type(None)), "fs.sim.Noise(...)"),
     ]
     expect("simulate(schedule, costs)", wants)
-    _refuse_strange(schedule, costs)
+    if together:
+        if noise is not None:
+            raise schedule_refusals.bad_costs(["noise is given, and the stages of a pipeline are simulated without it"])
+        return schedule.simulate(costs)
+    refuse_strange([schedule], costs)
     if noise is None:
-        return _told(schedule, costs, Clock(schedule, costs).run())
+        return told(schedule, costs, Clock(schedule, costs).run())
     if mesh is None:
         raise schedule_refusals.bad_costs(["noise is given, but no mesh: it says which ranks there are"])
     fleet = Fleet(schedule, costs, mesh, noise)
     ends = fleet.ends()
     rank = max(range(mesh.size), key=ends.__getitem__)
-    return _told(schedule, costs, fleet.run(rank), rank, tuple(ends))
+    return told(schedule, costs, fleet.run(rank), rank, tuple(ends))
 
 
-def _refuse_strange(schedule: Schedule, costs: Costs) -> None:
-    """Refuse costs of other ops than the schedule's, and those that know some units and not others."""
-    known = {(op.kind, op.target) for op in schedule}
+def refuse_strange(schedules: Sequence[Schedule], costs: Costs) -> None:
+    """Refuse costs of other ops than the schedules', and those that know some units and not others.
+
+    Raises:
+        PlanError: there are such costs.
+    """
+    known = {(op.kind, op.target) for schedule in schedules for op in schedule}
     problems = [
         f"{kind} {target}".rstrip() + ": no such op"
         for kind, target in [*costs.seconds, *costs.copies]
@@ -202,7 +228,8 @@ def between(schedule: Schedule) -> Counter[str]:
     return found
 
 
-def _told(schedule: Schedule, costs: Costs, ticks: Ticks, rank: int = 0, by_rank: tuple[float, ...] = ()) -> Simulation:
+def told(schedule: Schedule, costs: Costs, ticks: Ticks, rank: int = 0, by_rank: tuple[float, ...] = ()) -> Simulation:
+    """The times of a clock as a simulation."""
     wire = max(ticks.busy.values(), default=0.0)
     times = tuple(ticks.issued), tuple(ticks.starts), tuple(ticks.ends)
     sent = ticks.sent + between(schedule).total()

@@ -313,10 +313,10 @@ class Plan:
         return f"<Plan: {len(self.leaves)} leaves in {len(self.groups)} groups on {dict(self.mesh.shape)}>"
 
     def __str__(self) -> str:
-        return render(self.mesh, self.batch, self.leaves, self.places(), self.precision)
+        return render(self.mesh, self.batch, self.leaves, self.places(), self.precision, self.stages)
 
     def _repr_html_(self) -> str:
-        return render_html(self.mesh, self.batch, self.leaves, self.places(), self.precision, repr(self))
+        return render_html(self.mesh, self.batch, self.leaves, self.places(), self.precision, repr(self), self.stages)
 
 
 def make_plan(

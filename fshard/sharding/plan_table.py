@@ -1,7 +1,7 @@
 """``print(plan)``: the plan as a table."""
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 
@@ -13,6 +13,7 @@ from fshard.sharding.leaf import Leaf
 from fshard.sharding.low_rank import most_travels
 from fshard.sharding.mesh import Axes, Mesh
 from fshard.sharding.spec import P, axes_of
+from fshard.sharding.stage_table import StageTable
 
 SHORT = {
     torch.float64: "f64",
@@ -49,9 +50,10 @@ Leaves = Mapping[str, Leaf]
 Places = Mapping[str, tuple[Group, int]]
 
 
-def held(mesh: Mesh, places: Places) -> dict[str, list[int]]:
-    """The bytes of each leaf on every rank."""
+def held(mesh: Mesh, places: Places, stages: StageTable | None = None) -> dict[str, list[int]]:
+    """The bytes of each leaf on every rank. Ranks of other stages hold none of it."""
     out, positions = {}, dict[Axes, list[int]]()
+    at = [mesh.index(stages.axis, rank) for rank in range(mesh.size)] if stages is not None else []
     for path, (group, number) in places.items():
         leaf = group.leaves[number]
         axes = leaf.at_rest.axes
@@ -61,28 +63,44 @@ def held(mesh: Mesh, places: Places) -> dict[str, list[int]]:
             positions[axes][rank]: leaf.nbytes(group.piece(number, mesh, rank).numel) for rank in mesh.ranks(axes, 0)
         }
         out[path] = [size[position] for position in positions[axes]]
+        if stages is not None:
+            homes = stages.positions(path)
+            out[path] = [number if place in homes else 0 for number, place in zip(out[path], at, strict=True)]
     return out
 
 
-def render(mesh: Mesh, batch: P, leaves: Leaves, places: Places, precision: Precision) -> str:
-    """The table of a plan: path, typed shape, group, bytes on all ranks; then the totals."""
-    head, body, totals = columns(mesh, leaves, places)
+def render(
+    mesh: Mesh, batch: P, leaves: Leaves, places: Places, precision: Precision, stages: StageTable | None = None
+) -> str:
+    """The table of a plan: path, typed shape, group, stages if there are any, bytes on all ranks; then the totals."""
+    head, body, totals = columns(mesh, leaves, places, stages)
     text = markup.aligned([head, *body], [n < 3 for n in range(len(head))], rule=True)
     return "\n".join([_head(mesh, batch, precision), *text, totals, *_paddings(places), *_wires(places)])
 
 
-def columns(mesh: Mesh, leaves: Leaves, places: Places) -> tuple[list[str], list[list[str]], str]:
+def columns(
+    mesh: Mesh, leaves: Leaves, places: Places, stages: StageTable | None = None
+) -> tuple[list[str], list[list[str]], str]:
     """The titles, the rows and the last line of the table."""
-    sizes = held(mesh, places)
-    few = mesh.size <= COLUMNS
-    head = ["path", "leaf", "group", *(f"rank {rank}" for rank in range(mesh.size) if few)]
+    sizes = held(mesh, places, stages)
+    few, staged = mesh.size <= COLUMNS, ["stage"] if stages is not None else []
+    head = ["path", "leaf", "group", *staged, *(f"rank {rank}" for rank in range(mesh.size) if few)]
     rows = []
     for path, leaf in leaves.items():
         tied = "".join(f" (= {alias})" for alias in leaf.aliases)
-        amounts = sizes[path] if few else (min(sizes[path]), max(sizes[path]))
-        rows.append([path + tied, _typed(leaf), places[path][0].name, *(f"{amount:,}" for amount in amounts)])
+        amounts = sizes[path] if few else _range(mesh, sizes[path], path, stages)
+        on = [", ".join(map(str, stages.leaves[path]))] if stages is not None else []
+        rows.append([path + tied, _typed(leaf), places[path][0].name, *on, *(f"{amount:,}" for amount in amounts)])
     head += [] if few else ["least bytes", "most bytes"]
     return head, rows, _totals(mesh, leaves, places, sizes)
+
+
+def _range(mesh: Mesh, sizes: Sequence[int], path: str, stages: StageTable | None) -> tuple[int, int]:
+    """The least and the most bytes of a leaf, on the ranks of its stages."""
+    if stages is not None:
+        homes = stages.positions(path)
+        sizes = [size for rank, size in enumerate(sizes) if mesh.index(stages.axis, rank) in homes]
+    return min(sizes), max(sizes)
 
 
 def _totals(mesh: Mesh, leaves: Leaves, places: Places, sizes: Mapping[str, list[int]]) -> str:
@@ -100,12 +118,20 @@ def _totals(mesh: Mesh, leaves: Leaves, places: Places, sizes: Mapping[str, list
     )
 
 
-def render_html(mesh: Mesh, batch: P, leaves: Leaves, places: Places, precision: Precision, summary: str) -> str:
+def render_html(
+    mesh: Mesh,
+    batch: P,
+    leaves: Leaves,
+    places: Places,
+    precision: Precision,
+    summary: str,
+    stages: StageTable | None = None,
+) -> str:
     """The same in a notebook: a bar of bytes for each rank, and the table, unit by unit."""
     of: dict[str, list[str]] = {}
     for path, (group, _) in places.items():
         of.setdefault(group.unit, []).append(path)
-    head, rows, totals = columns(mesh, leaves, places)
+    head, rows, totals = columns(mesh, leaves, places, stages)
     row_of = dict(zip(leaves, rows, strict=True))
     folds = [
         markup.fold(
@@ -115,7 +141,7 @@ def render_html(mesh: Mesh, batch: P, leaves: Leaves, places: Places, precision:
     ]
     more = f"{mesh.size - MOST_BARS} more ranks" if mesh.size > MOST_BARS else ""
     lines = [f"<div>{markup.escape(line)}</div>" for line in (_head(mesh, batch, precision), totals)]
-    return markup.shown(summary, *lines, _bars(mesh, held(mesh, places), of), markup.escape(more), *folds)
+    return markup.shown(summary, *lines, _bars(mesh, held(mesh, places, stages), of), markup.escape(more), *folds)
 
 
 def _bars(mesh: Mesh, sizes: Mapping[str, list[int]], of: Mapping[str, list[str]]) -> str:

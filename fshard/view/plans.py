@@ -109,7 +109,7 @@ def plan(plan: Plan) -> PlanView:
     rank 1   data=1  ######################## 80 B
     """
     expect("fs.view.plan(plan)", [("plan", plan, Plan, "what fs.make_plan returned")])
-    sizes, places = held(plan.mesh, plan.places()), plan.places()
+    sizes, places = held(plan.mesh, plan.places(), plan.stages), plan.places()
     units = tuple(dict.fromkeys(group.unit for group, _ in places.values()))
     rows = tuple(_summed([sizes[path] for path, (group, _) in places.items() if group.unit == unit]) for unit in units)
     return PlanView(plan, units, rows)

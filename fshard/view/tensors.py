@@ -170,6 +170,10 @@ def _of_leaf(plan: Plan, path: str) -> ShardingView:
         raise TreeError(f"the plan has no leaf {path!r}{meant_by(path, plan.leaves)}")
     (group, number), leaf = places[path], plan.leaves[path]
     pieces = [group.piece(number, plan.mesh, rank) for rank in range(plan.mesh.size)]
+    if plan.stages is not None:  # ranks of other stages hold nothing
+        homes, axis = plan.stages.positions(path), plan.stages.axis
+        none = Piece((0,) * len(leaf.shape), (0,) * len(leaf.shape), 0, 0)
+        pieces = [each if plan.mesh.index(axis, rank) in homes else none for rank, each in enumerate(pieces)]
     return ShardingView(path, leaf.shape, leaf.at_rest, plan.mesh, tuple(pieces))
 
 

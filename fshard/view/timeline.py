@@ -11,12 +11,15 @@ from itertools import accumulate, groupby
 from typing import TYPE_CHECKING, Any
 
 from fshard.arguments import expect, size_text
+from fshard.pipeline.pipeline_simulation import PipelineSimulation
+from fshard.pipeline.pipeline_trace import PipelineSchedules
 from fshard.schedule.offsets import Span, profile
 from fshard.schedule.ops import COMPUTE_KINDS, LOCAL, ROOT, UNIT_KINDS, Op, Program
 from fshard.schedule.schedule import Schedule
 from fshard.schedule.simulate import Simulation
 from fshard.schedule.transfers import KINDS, item_words, started
 from fshard.view.figures import empty_figure
+from fshard.view.pipeline_timeline import pipeline_timeline
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -64,11 +67,16 @@ class Bar:
     exposed: bool = False
 
 
-def timeline(schedule: Schedule, simulation: Simulation | None = None) -> "Figure":
+def timeline(
+    schedule: Schedule | PipelineSchedules, simulation: Simulation | PipelineSimulation | None = None
+) -> "Figure":
     """Draw a schedule: a lane for compute, updates and each kind of transfer, and below them memory.
 
+    Of all schedules of a pipeline it draws a lane for each position on the axis of stages.
+
     Args:
-        schedule: the schedule, for example ``step.trace(batch).schedule`` on an abstract mesh.
+        schedule: the schedule, for example ``step.trace(batch).schedule`` on an abstract mesh; or, of a pipeline,
+            ``step.trace(batch).schedules``.
         simulation: what ``fs.sim.simulate(schedule, costs)`` gave, or ``step.measured``: the axis is then time.
 
     Returns:
@@ -84,11 +92,14 @@ def timeline(schedule: Schedule, simulation: Simulation | None = None) -> "Figur
         fs.view.timeline(step.trace(batch).schedule).savefig("step.png")
         fs.view.timeline(step.schedule, step.measured).savefig("measured.png")
     """
+    if isinstance(schedule, PipelineSchedules):
+        return pipeline_timeline(schedule, simulation)
     wants = [
         ("schedule", schedule, Schedule, "step.schedule, or step.trace(batch).schedule"),
         ("simulation", simulation, (Simulation, type(None)), "what fs.sim.simulate returned, or step.measured"),
     ]
     expect("timeline(schedule)", wants)
+    assert not isinstance(simulation, PipelineSimulation)  # else it was refused
     edges = positions(schedule.ops)
     if simulation is None or not simulation.seconds:
         drawn = list(bars(schedule))

@@ -251,8 +251,8 @@ def _traced_in(
     objects = [held(x) for x in opaque(batch)]
     try:
         with mode:
-            _fake_leaves(engine, plan)
-        fake = faked(batch, functools.partial(_as_fake, mode))
+            fake_leaves(engine, plan)
+        fake = faked(batch, functools.partial(as_fake, mode))
         activations = Activations(
             [x for x in (*tree.leaves(fake), *engine.slots.by_path.values()) if isinstance(x, Tensor)],
             lambda: bool(engine.inside),
@@ -284,7 +284,8 @@ def _traced_in(
     return ProgramTrace(program, weighted, foreign, inner, needs, tuple(own), idle, exact, again, remat, scaled), result
 
 
-def _as_fake(mode: ProgramMode, x: Tensor) -> Tensor:
+def as_fake(mode: ProgramMode, x: Tensor) -> Tensor:
+    """A tensor of a batch as a fake one of a mode."""
     try:
         x = x if x.is_leaf else x.detach().requires_grad_()  # whose gradient nobody asks for, which torch would say
         return x if isinstance(x, FakeTensor) else mode.from_tensor(x)
@@ -304,7 +305,8 @@ def without_data(
         yield
 
 
-def _fake_leaves(engine: Engine, plan: Plan) -> None:
+def fake_leaves(engine: Engine, plan: Plan) -> None:
+    """Put fake leaves of the current mode in the place of an engine's."""
     for slots in engine.slots.groups:
         for number, leaf in enumerate(slots.group.leaves):
             fake = torch.empty(leaf.compute_shape, dtype=slots.group.compute_dtype, device=plan.mesh.device)

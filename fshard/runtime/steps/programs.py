@@ -144,7 +144,7 @@ class Programs:
         check(schedule)
         needed = tuple(communicators(self.plan, self.comms.secondary, found.axes))
         needed = (*needed, *between(schedule.groups))
-        return Trace(schedule, choice, needs, found.idle, needed, self._direct, found.flops)
+        return Trace(schedule, choice, needs, found.idle, needed, self.direct, found.flops)
 
     @property
     def origin(self) -> str:
@@ -152,7 +152,7 @@ class Programs:
         return self.engine.origins.told() if isinstance(self.engine, Debugging) else ""
 
     @property
-    def _direct(self) -> bool:
+    def direct(self) -> bool:
         """Tell whether unit graphs write gradients where they are flat.
 
         A graph writes in the dtype in which it computes.
@@ -204,7 +204,7 @@ class Programs:
     def _task(self, found: ProgramTrace) -> PolicyTask:
         full = all(group.reduce_dtype == group.dtype for group in self.plan.groups)
         task = PolicyTask(found.program, self.infos, found.needs, self.accumulate, full, self.train, self.second)
-        return replace(task, axes=found.axes, graphs=self._direct)
+        return replace(task, axes=found.axes, graphs=self.direct)
 
     def scheduled(self, found: ProgramTrace) -> Prepared:
         """A program with its schedule, made at the first call."""
