@@ -191,7 +191,10 @@ def trace_stages(fn: Any, plan: Plan, batch: Any, train: bool, remat: Remat = NO
     numbers = [number for mean in means_of(result) for number in (mean.total, mean.count)]
     if trace.inner:
         raise staged_refusals.differentiates_units(sorted(trace.inner))
-    staged = _cut(trace, engine.records, engine.watch.of((result, numbers)), plan.stages)
+    stages = call_stages(
+        trace.program.forward, {name: each.paths for name, each in engine.units.reads.items()}, plan.stages
+    )
+    staged = _cut(trace, stages, engine.records, engine.watch.of((result, numbers)), plan.stages)
     return replace(staged, result=result)
 
 
@@ -224,9 +227,34 @@ def _told(value: Any) -> Any:
     return NOTHING
 
 
-def _cut(trace: ProgramTrace, records: Sequence[_CallRecord], result: Sources, table: StageTable) -> StagedProgram:
+def call_stages(calls: Sequence[Call], reads: Mapping[str, Sequence[str]], table: StageTable) -> tuple[int, ...]:
+    """Find the stage of each call: that of its unit, or for a function the next one that holds all that it reads.
+
+    A call that reads no leaf is on the stage of the call before it.
+
+    Args:
+        calls: in order.
+        reads: the paths of the leaves that each unit reads.
+        table: the stages of a plan.
+
+    Raises:
+        PlanError: no stage holds all leaves of a call.
+    """
+    found, now = list[int](), 0
+    for call in calls:
+        paths = reads[call.unit]
+        held = set.intersection(*[set(table.leaves[path]) for path in paths]) if paths else {now}
+        if not held:
+            raise staged_refusals.scattered_leaves(str(call), {path: table.leaves[path] for path in paths})
+        now = table.units.get(call.unit, min([stage for stage in held if stage >= now] or held))
+        found.append(now)
+    return tuple(found)
+
+
+def _cut(
+    trace: ProgramTrace, stages: tuple[int, ...], records: Sequence[_CallRecord], result: Sources, table: StageTable
+) -> StagedProgram:
     calls = trace.program.forward
-    stages = tuple([table.units[call.unit] for call in calls])
     count = len(table.homes)
     if problems := _unordered(calls, stages, count):
         raise staged_refusals.bad_cut(problems)
