@@ -272,7 +272,7 @@ class Checkpointer:
         comm = mesh_communicator(mesh)
         said = {"step": step, "fallback": fallback, "cast": cast, "rules": rules, "into": into is not None}
         for request in requests.values() if mesh.size > 1 else ():
-            facts = Equal(request.plan, {**said, "states": list(requests)}, request.opt).fixed()
+            facts = Equal(request.plan.whole or request.plan, {**said, "states": list(requests)}, request.opt).fixed()
             compare(comm, facts, CheckpointError)
         first, steps = first_rank_or_raise(
             comm, mesh.rank, lambda: (self.directory, choose_steps(self.directory, step))

@@ -96,18 +96,18 @@ def _part(folder: str, manifest: Manifest, name: str) -> Manifest:
 
 def prepare(folder: str, manifest: Manifest, request: RestoreRequest) -> tuple[TrainState, list[Slice]]:
     """A state with the values that the checkpoint does not give, and what to read into the rest. Local."""
-    into = request.into
+    into, plan = request.into, request.plan.whole or request.plan
     kept: Mapping[str, Entry] = {entry.name: entry for entry in whole_entries(into)} if into is not None else {}
     values = scalars(into) if into is not None else manifest.scalars
     blank: list[Entry] = []
     try:
         past = Past(made={}, run=RunIdentity({manifest.run_id}))
-        state = assemble(request.plan.own, request.opt, blank.append, values, past)
+        state = assemble(plan.own, request.opt, blank.append, values, past)
     except ShardError:
         raise
     except (KeyError, TypeError, ValueError) as error:
         raise damaged(folder, [f"its scalars {dict(values)} make no state: {error!r}"]) from error
-    mesh, saved = request.plan.own.mesh, {name: info.shape for name, info in manifest.tensors.items()}
+    mesh, saved = plan.own.mesh, {name: info.shape for name, info in manifest.tensors.items()}
     blank = with_replicas(of_all_replicas(blank, mesh), mesh, saved)
     names = stored_names(folder, manifest, blank, request)
     rest = [entry for entry in blank if entry.name not in names] if request.rules is not None else []
@@ -138,7 +138,7 @@ def stored_names(path: str, manifest: Manifest, entries: Sequence[Entry], reques
     extra = []
     if request.rules is None:  # without an optimizer its tensors may be left
         start = "" if request.opt is not None else "params."
-        other = _of_other_stages(request.plan)
+        other = _of_other_stages(request.plan.whole or request.plan)
         extra = [
             f"extra  {n}  {info}"
             for n, info in have.items()

@@ -16,6 +16,7 @@ from fshard.interchange.source import Origin, TensorSource, load, misfit, read_p
 from fshard.optim.base import Optimizer
 from fshard.runtime.memory.optimizer_layout import BASIS, RESIDUAL
 from fshard.sharding.plan import Plan
+from fshard.sharding.stage_table import refuse_stages
 from fshard.state.pieces import Entry, split_name
 from fshard.state.train_state import TrainState
 
@@ -36,6 +37,7 @@ def load_with_optimizer(
     """A state of parameters and of optimizer state from sources; without ``optim`` the optimizer's state is new."""
     if optim is None:
         return load(plan, opt, params, step=step or 0, cast=cast, **options)
+    refuse_stages("reading an optimizer's state", plan)
     reader = OptimizerReader(plan, optim, cast)
     if step is None:
         step = reader.step(list(params.tensors))

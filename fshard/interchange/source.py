@@ -122,7 +122,7 @@ def load(
         read_piece(source, piece, out, origins[path])
         return out
 
-    state = start(plan, opt, value, step, seed)
+    state = start(plan.own, opt, value, step, seed)
     if fill is not None:
         for entry in entries(state):
             if entry.name.startswith("opt.") and not entry.rows:

@@ -6,6 +6,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from fshard.errors import ScheduleError
 from fshard.pipeline.rank_program import Lane, MessageKind
 from fshard.pipeline.stage_sums import StageSums
 from fshard.runtime.comm.communicator import Communicator, Handle, Transport
@@ -34,6 +35,7 @@ class Mail:
     Attributes:
         outbox: what is to be sent, by edge and microbatch.
         inbox: what has arrived.
+        failed: whether the program of this rank has failed: other ranks wait, and get zeros.
     """
 
     def __init__(self, mesh: Mesh, axis: str, messages: Mapping[str, MessageKind], lanes: Sequence[Lane]) -> None:
@@ -41,6 +43,7 @@ class Mail:
         self.comms: dict[Lane, Communicator] = {}
         self.outbox: dict[Key, Tensor] = {}
         self.inbox: dict[Key, Tensor] = {}
+        self.failed = False
         self._handles: dict[Key, Handle] = {}
         self._arriving: dict[Key, Tensor] = {}
 
@@ -52,6 +55,7 @@ class Mail:
 
     def start(self) -> None:
         """Begin a step."""
+        self.failed = False
         self.outbox.clear()
         self.inbox.clear()
         self._handles.clear()
@@ -70,7 +74,9 @@ class Mail:
     def _send(self, key: Key) -> None:
         kind = self.messages[key[0]]
         value = self.outbox.pop(key, None)
-        if value is None:  # the program has failed, and others wait
+        if value is None:
+            if not self.failed:
+                raise ScheduleError(f"{key[0]} of microbatch {key[1]} is to be sent before it was computed")
             value = torch.zeros(kind.edge.shape, dtype=kind.edge.dtype, device=self.mesh.device)
         self._handles[key] = self._exchange(kind, kind.receiver, value.new_empty(0), value)
 

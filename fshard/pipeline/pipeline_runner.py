@@ -5,6 +5,8 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from torch import Tensor
+
 from fshard.pipeline import staged_refusals
 from fshard.pipeline.check_joint import check_joint
 from fshard.pipeline.mail import Mail, MailActions
@@ -135,7 +137,7 @@ class PipelineRunner(Runner):
         schedule = schedules[rank.position]
         engine = functools.partial(StageEngine, staged=staged, stages=rank.stages)
         found = replace(staged.trace, program=rank.program)
-        arena = programs.memory.new_arena(schedule.memory.arena_bytes)
+        arena = self._arena(schedule.memory.arena_bytes)
         placed = replace(programs, engine=engine).placed(found, arena, schedule.memory.offsets)
         mail = Mail(whole.mesh, whole.stages.axis, rank.messages, lanes)
         actions = MailActions(placed.actions, mail, StageSums(whole, self.plan, placed.actions.gradients))
@@ -145,6 +147,16 @@ class PipelineRunner(Runner):
         passes = StagedPasses(*settings, staged=staged, rank=rank, mail=mail)
         prepared = replace(placed, weighted=staged.trace.weighted, route=route, axes=staged.trace.axes, digest=number)
         return StagedStep(staged, rank, schedules, prepared, passes, actions)
+
+    def _arena(self, size: int) -> Tensor:
+        """The arena, which all programs of the step share; those that are views of a smaller one are made again."""
+        memory = self.programs.memory
+        if memory.arena is None or memory.arena.numel() < size:
+            for step in self.staged.values():
+                step.prepared.engine.release()
+            self.staged.clear()
+            memory.arena = memory.new_arena(size)
+        return memory.arena
 
     def _step_of(self, prepared: Prepared) -> StagedStep:
         return next(step for step in self.staged.values() if step.prepared is prepared)

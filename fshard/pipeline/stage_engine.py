@@ -56,7 +56,7 @@ class StageEngine(Engine):
         self.staged, self.stage, self.position = staged, -1, 0
         self.received: Received = {}
         self.keep: Keep = _forget
-        self.leaves_wait = self.marked = False
+        self.leaves_wait = self.marked = self.unsettled = False
         mode = FakeTensorMode(allow_non_fake_inputs=True)
         with mode:
             self._absent = [[_absent(leaf) for leaf in leaves] for _, leaves in staged.results]
@@ -156,8 +156,20 @@ class StageEngine(Engine):
         self.under_way = name
         return True
 
+    def leave_backward(self, shared: bool) -> None:
+        """The backward of the unit under way is over, which other ops learn with the next one.
+
+        The gradient of its input may not be complete, and be one that another stage waits for.
+        """
+        if not shared:
+            self.under_way, self.unsettled = "", True
+
     def _leave(self) -> None:
-        if not self.leaves_wait:
+        if self.unsettled:
+            self.unsettled = False
+            assert self.executor is not None
+            self.executor.settle()
+        elif not self.leaves_wait:
             super()._leave()
         elif self.under_way:
             self.under_way = ""

@@ -99,6 +99,9 @@ class StagedPasses(Passes):
                             self._backward(engine, action, runs, scale)
                     if portion.end == len(computes):
                         engine.end_microbatch()
+        except BaseException:
+            self.mail.failed = True
+            raise
         finally:
             engine.stop()
         return self._measured([ended[microbatch] for microbatch in sorted(ended)])

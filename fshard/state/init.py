@@ -76,6 +76,7 @@ def init_state(
         "init_state(plan, opt, seed)",
         [("plan", plan, Plan, "what fs.make_plan returned"), ("seed", seed, int, "an int")],
     )
+    plan = plan.whole or plan
     own = plan.own
     if shards is not None:
         if params is not None:
@@ -175,6 +176,7 @@ def shard(full: Mapping[str, Any], plan: Plan) -> dict[str, Any]:
     {'w': tensor([1., 2., 3., 4.])}
     """
     expect("fs.shard(full, plan)", [("plan", plan, Plan, "what fs.make_plan returned")])
+    plan = plan.whole or plan
     flat = plan.check_tree(full, whole=True, what="full")
     refuse_rounding(plan, flat, "full")
     plan.mesh.check_device()
@@ -231,6 +233,7 @@ def unshard(params: Mapping[str, Any], plan: Plan) -> dict[str, Any]:
         return tree.nest({path: leaf.detach().clone() for path, leaf in given.items()})
     if plan.mesh.transport is None and plan.mesh.size > 1:
         raise no_processes()
+    plan = plan.whole or plan
     own = plan.own
     flat = _some_leaves(params, own, False)
     enter(plan.mesh, "unshard")

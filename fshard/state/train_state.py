@@ -232,7 +232,7 @@ class TrainState:
         """
         self.shards()
         self.memory.check_unwritten()
-        if self.plan is not plan and self.plan != plan:
+        if self.plan is not plan and self.plan != plan.own:
             raise other_plan(self.plan, plan)
 
     def __eq__(self, other: object) -> bool:

@@ -86,7 +86,9 @@ def watched(patterns: Sequence[str] | None, plan: Plan, grads: Gradients) -> Nor
         return None
     trained = [group for group in plan.groups if group.trainable]
     if not patterns:
-        return NormSets(tuple(group.name for group in trained), None, tuple(group.id for group in trained))
+        own = {group.name: group.id for group in trained}  # those of other stages have no number here
+        names = tuple([group.name for group in (plan.whole or plan).groups if group.trainable])
+        return NormSets(names, None, tuple([own.get(name, -1) for name in names]))
     cuts = {}
     for group in trained:
         limit = functools.partial(_limit, patterns, plan)
