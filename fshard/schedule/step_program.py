@@ -34,10 +34,12 @@ class Edge(NamedTuple):
     Attributes:
         group: the group that stands for it, whose one transfer sends or receives it.
         at: the compute op, among those of a microbatch, after which it is sent, or before which it is received.
+        ahead: the microbatches whose message may be on its way at once from here; one that is received is alone.
     """
 
     group: int
     at: int
+    ahead: int = 1
 
 
 @dataclass(frozen=True)
