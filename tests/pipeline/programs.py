@@ -14,7 +14,7 @@ from torch.nn import functional as F  # noqa: N812
 
 import fshard as fs
 
-ROWS, TIME, VOCAB, WIDTH = 16, 6, 24, 8
+ROWS, TIME, VOCAB, WIDTH = 24, 6, 24, 8
 Mark = Callable[[Any], Any]
 """``fs.unit``, or a function that returns what it is given."""
 

@@ -96,6 +96,12 @@ def plain(program: str, opt: Any = adamw, clip: Any = CLIP, steps: int = STEPS) 
     return parity.Run(losses, norms, {path: leaf.clone() for path, leaf in one.params.items()})
 
 
+@functools.cache
+def unstaged(run: StagedRun) -> parity.Run:
+    """Train on one rank without stages."""
+    return staged(run)[0]
+
+
 def problems(run: StagedRun, near: parity.Near = parity.Near(1e-5, 1e-5, 2e-5)) -> list[str]:  # noqa: B008
     """How a training in stages differs from that in one plain process."""
     clip = run.step.get("clip_norm", CLIP)
