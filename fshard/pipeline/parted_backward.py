@@ -5,6 +5,7 @@ what arrives at its node is kept; the second part starts there, so that nothing 
 bubble pipeline parallelism", 2023).
 """
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -23,10 +24,12 @@ class Branch(NamedTuple):
     Attributes:
         node: the last node on that way.
         leaves: the leaves that its branches lead to.
+        onward: the nodes right below it that are on that way.
     """
 
     node: Node
     leaves: tuple[Tensor, ...]
+    onward: tuple[Node, ...] = ()
 
 
 class PartedBackward:
@@ -46,6 +49,8 @@ class PartedBackward:
         self.inputs = [x for x in inputs if x.requires_grad]
         self.branches = _branches(self.values, self.inputs, leaves)
         self.kept: dict[Node, list[Tensor | None]] = {}
+        count = Counter(id(leaf) for branch in self.branches for leaf in branch.leaves)
+        self.several = {leaf for leaf, branches in count.items() if branches > 1}
 
     def of_inputs(self) -> None:
         """Compute the gradients of the inputs, which accumulate in their ``grad``."""
@@ -97,9 +102,18 @@ class PartedBackward:
         kept = self.kept.pop(branch.node, [])
         edge = torch.autograd.graph.GradientEdge
         outputs = [(edge(branch.node, at), grad) for at, grad in enumerate(kept) if grad is not None]
-        if outputs:
-            edges, grads = zip(*outputs, strict=True)
-            torch.autograd.backward(edges, grads, inputs=list(branch.leaves), retain_graph=True)
+        if not outputs:
+            return
+        edges, grads = zip(*outputs, strict=True)
+        once = [leaf for leaf in branch.leaves if id(leaf) not in self.several]
+        if once:
+            torch.autograd.backward(edges, grads, inputs=once, retain_graph=True)
+        again = [leaf for leaf in branch.leaves if id(leaf) in self.several]
+        if again:  # other branches lead there, too, some of them below this one, and run by themselves
+            hooks = [node.register_prehook(_zeros) for node in branch.onward]
+            torch.autograd.backward(edges, grads, inputs=again, retain_graph=True)
+            for hook in hooks:
+                hook.remove()
 
 
 def _branches(values: Sequence[Tensor], inputs: Sequence[Tensor], leaves: Sequence[Tensor]) -> list[Branch]:
@@ -111,8 +125,8 @@ def _branches(values: Sequence[Tensor], inputs: Sequence[Tensor], leaves: Sequen
     roots = [value.grad_fn for value in values if value.grad_fn is not None]
     order, above = _reached(roots)
     if not inputs:
-        found = [wanted[id(node.variable)] for node in order if id(getattr(node, "variable", None)) in wanted]
-        return [Branch(None, tuple(found))]
+        leading = [wanted[id(node.variable)] for node in order if id(getattr(node, "variable", None)) in wanted]
+        return [Branch(None, tuple(leading))]
     on_the_way = _climbed([node for node in order if _is(node, inputs)], above)
     by_node: dict[Node, list[Tensor]] = {}
     for node in order:
@@ -120,7 +134,14 @@ def _branches(values: Sequence[Tensor], inputs: Sequence[Tensor], leaves: Sequen
         if leaf is not None:
             for place in _joins(node, above, on_the_way):
                 by_node.setdefault(place, []).append(leaf)
-    return [Branch(node, tuple(by_node[node])) for node in order if node in by_node]
+    found = [node for node in order if node in by_node]
+    onward = [tuple([below for below, _ in node.next_functions if below in on_the_way]) for node in found]
+    return [Branch(node, tuple(by_node[node]), below) for node, below in zip(found, onward, strict=True)]
+
+
+def _zeros(grads: Grads) -> Grads:
+    """The gradient of a branch that was cut off."""
+    return tuple([None if grad is None else torch.zeros_like(grad) for grad in grads])
 
 
 def _reached(roots: Sequence[Node]) -> tuple[list[Node], dict[Node, list[Node]]]:

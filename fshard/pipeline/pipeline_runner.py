@@ -8,10 +8,10 @@ from typing import Any
 from torch import Tensor
 
 from fshard.pipeline import staged_refusals
-from fshard.pipeline.check_joint import check_joint
+from fshard.pipeline.joint_schedules import joint_schedules
 from fshard.pipeline.mail import Mail, MailActions
 from fshard.pipeline.orders import PipelineOrder
-from fshard.pipeline.rank_program import Lane, RankProgram, rank_program
+from fshard.pipeline.rank_program import Lane, RankProgram
 from fshard.pipeline.stage_engine import StageEngine
 from fshard.pipeline.stage_sums import StageSums
 from fshard.pipeline.staged_passes import StagedPasses
@@ -26,8 +26,6 @@ from fshard.runtime.steps.programs import Prepared, Programs
 from fshard.runtime.steps.rank_end import decline
 from fshard.runtime.steps.records import Agreed, Latest, PassResult, ProgramRun, Ready, StepRequest
 from fshard.runtime.steps.runner import Runner
-from fshard.schedule.build import build
-from fshard.schedule.check import check
 from fshard.schedule.ops import GroupInfo
 from fshard.schedule.policy import Policy
 from fshard.schedule.schedule import Schedule
@@ -115,18 +113,15 @@ class PipelineRunner(Runner):
         assert whole is not None and whole.stages is not None and isinstance(programs.policy, Policy)
         staged = trace_stages(self.finder.fn, whole, part, programs.train, programs.remat)
         order = self.order(programs.policy, programs.accumulate)
-        mine = whole.mesh.index(whole.stages.axis)
-        ranks, schedules = [], []
-        for position in range(whole.mesh.axis_size(whole.stages.axis)):
-            plan = self.plan if position == mine else whole.at_position(position, self.plan.mesh)
-            rank = rank_program(staged, plan, self.infos(plan), order, position, programs.train)
-            schedule = build(rank.step, rank.infos, programs.policy, 1, programs.train)
-            check(schedule)
-            ranks.append(rank)
-            schedules.append(schedule)
-        lanes = {name: kind.lane for rank in ranks for name, kind in rank.messages.items()}
-        check_joint(schedules, lanes)
-        return self._placed(staged, ranks[mine], tuple(schedules), sorted(set(lanes.values())))
+        plans = [
+            self.plan
+            if position == whole.mesh.index(whole.stages.axis)
+            else whole.at_position(position, self.plan.mesh)
+            for position in range(whole.mesh.axis_size(whole.stages.axis))
+        ]
+        known = [(plan, self.infos(plan)) for plan in plans]
+        ranks, schedules, lanes = joint_schedules(staged, known, order, programs.policy, programs.train)
+        return self._placed(staged, ranks[plans.index(self.plan)], tuple(schedules), lanes)
 
     def _placed(
         self, staged: StagedProgram, rank: RankProgram, schedules: tuple[Schedule, ...], lanes: Sequence[Lane]

@@ -4,8 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from fshard.pipeline.orders import PipelineOrder
-from fshard.pipeline.pipeline_actions import BACKWARDS, Action
+from fshard.pipeline.orders import Action, PipelineOrder
 from fshard.pipeline.staged_trace import StagedProgram, ValueEdge
 from fshard.schedule.ops import ROOT, Call, GroupInfo, Program
 from fshard.schedule.step_program import Edge, Pass, Portion, StepProgram
@@ -79,7 +78,13 @@ class RankProgram:
 
 
 def rank_program(
-    staged: StagedProgram, plan: Plan, infos: Sequence[GroupInfo], order: PipelineOrder, position: int, train: bool
+    staged: StagedProgram,
+    plan: Plan,
+    infos: Sequence[GroupInfo],
+    order: PipelineOrder,
+    position: int,
+    train: bool,
+    most: int = 1,
 ) -> RankProgram:
     """Return what the ranks of a position do.
 
@@ -90,6 +95,7 @@ def rank_program(
         order: the order of the pipeline.
         position: the position.
         train: whether there are gradients.
+        most: the messages that may be under way on an edge.
     """
     whole = plan.whole
     assert whole is not None and whole.stages is not None
@@ -100,8 +106,7 @@ def rank_program(
     messages = _messages(staged, table, position)
     edges, more = [], list[GroupInfo]()
     for name, kind in messages.items():
-        ahead = _ahead(kind, order) if kind.sender == position else 1
-        edges.append(Edge(len(infos) + len(more), spans.at(kind, position), ahead))
+        edges.append(Edge(len(infos) + len(more), spans.at(kind, position), most))
         more.append(_info(name, kind, position, table.axis))
     own = {g: g for g, info in enumerate(infos) if info.trainable and train}
     each = Pass(program, order.microbatches, own, tuple([portion for _, portion in turns]), tuple(edges))
@@ -142,24 +147,6 @@ def _program(staged: StagedProgram, plan: Plan, whole: Plan, local: Sequence[int
     outside = dict.fromkeys(path for stage in local for path in staged.outside[stage])
     reads[ROOT] = tuple(sorted({places[path][0].id for path in outside}))
     return Program(tuple(forward), tuple(backward), reads, parted)
-
-
-def _ahead(kind: MessageKind, order: PipelineOrder) -> int:
-    """How many messages of an edge may be on their way from here.
-
-    A stage that is not the next one may read a value much later than it is sent, and what is done until then may need
-    the values of more microbatches: a sender that waits for each would stop the pipeline. As many as the microbatches
-    that their source has between forward and backward are always enough. A forward's value is held for so long anyway.
-    """
-    source, target = kind.edge.source, kind.edge.target
-    if kind.gradient and target == source + 1:
-        return 1
-    held = most = 0
-    for action in order.ranks[order.homes[source]]:
-        if action.stage == source:
-            held += (action.kind == "F") - (action.kind in BACKWARDS)
-            most = max(most, held)
-    return most
 
 
 class _Spans:

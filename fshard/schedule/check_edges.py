@@ -17,14 +17,14 @@ class EdgeProgress:
         due: by microbatch, the compute op after which the message is complete, or before which it is read.
         started: the microbatches whose message was started, and at which op.
         over: those whose message was waited for.
-        ahead: how many may be on their way at once.
+        most: the messages that may be under way.
     """
 
     sends: bool
     due: dict[int, int]
     started: dict[int, int]
     over: set[int]
-    ahead: int = 1
+    most: int = 1
 
 
 class EdgeCheck:
@@ -54,10 +54,8 @@ class EdgeCheck:
         else:
             if number in edge.started:
                 yield f"{op.kind} of {op.target} of microbatch {number} was started at op {edge.started[number]}"
-            waiting = [m for m in edge.started if m not in edge.over]
-            if len(waiting) >= edge.ahead:
-                at_once = "one message" if edge.ahead == 1 else f"{edge.ahead} messages at once"
-                yield f"{op.kind} of {op.target} of microbatch {waiting[0]} is under way: an edge has {at_once}"
+            if len(waiting := [m for m in edge.started if m not in edge.over]) >= edge.most:
+                yield f"{op.kind} of {op.target} of microbatch {waiting[0]} is under way; the edge allows {edge.most}"
             if edge.sends and done <= edge.due[number]:
                 yield f"{op.target} of microbatch {number} is sent before it is complete"
             edge.started[number] = at
@@ -80,11 +78,10 @@ class EdgeCheck:
 
     def _note(self, schedule: Schedule, each: Pass, start: int, microbatch: int) -> None:
         places = {place: start + at for at, place in enumerate(each.sequence)}
-        for group, at, ahead in each.edges:
+        for group, at, most in each.edges:
             info = schedule.groups[group]
             due = {microbatch + m: places[m, at] for m in range(each.accumulate)}
-            sends = info.transfer("send") is not None
-            edge = self.edges[info.name] = EdgeProgress(sends, due, {}, set(), ahead if sends else 1)
+            edge = self.edges[info.name] = EdgeProgress(info.transfer("send") is not None, due, {}, set(), most)
             for number, position in due.items() if not edge.sends else ():
                 self.readers.setdefault(position, []).append((info.name, number))
 

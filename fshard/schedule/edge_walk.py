@@ -1,11 +1,11 @@
 """Placing sends and receives while a schedule is built.
 
-A value is sent right after the compute op that completes it. If as many messages of its edge are on their way as may
-be, the oldest is waited for then. A value is received before the first op that reads it; the receive is posted one
-portion ahead, so that it travels while this rank computes another microbatch.
+A value is sent right after the compute op that completes it. The oldest message on the same edge is waited for then,
+where there would be more under way than the edge allows. It is received before the first op that reads it; the receive
+is posted one portion ahead, so that it travels while this rank computes another microbatch.
 """
 
-from collections import defaultdict
+from collections import defaultdict, deque
 
 from fshard.schedule.ops import Op
 from fshard.schedule.schedule import Schedule
@@ -24,8 +24,8 @@ class EdgeWalk:
         self.waits: dict[int, list[Message]] = defaultdict(list)  # by the compute op that reads them
         self.sends: dict[int, list[Message]] = defaultdict(list)  # by the compute op that completes them
         self.starts: dict[int, int] = {}  # the portion that begins at a compute op
-        self.ahead: dict[int, int] = {}
-        self.under_way: dict[int, list[int]] = defaultdict(list)  # microbatches by group, the oldest first
+        self.most: dict[int, int] = {}  # messages under way at most, by group
+        self.under_way: dict[int, deque[int]] = defaultdict(deque)  # their microbatches, the oldest first
         start = microbatch = 0
         for stage in bare.stages.stages:
             if isinstance(stage, Pass):
@@ -48,22 +48,24 @@ class EdgeWalk:
     def after(self, k: int) -> None:
         """Compute ``k`` is over: send what it has completed."""
         for group, microbatch in self.sends.get(k, ()):
-            self._sent(group, self.ahead[group])
+            while len(self.under_way[group]) >= self.most[group]:
+                self._sent(group)
             self._emit("send", (group, microbatch))
             self.under_way[group].append(microbatch)
 
     def finish(self) -> None:
         """The step ends: wait for what is under way."""
-        for group in list(self.under_way):
-            self._sent(group, 1)
+        for group, messages in self.under_way.items():
+            while messages:
+                self._sent(group)
 
     def _place(self, each: Pass, start: int, microbatch: int) -> None:
         """Write down when the edges of a pass are used."""
         at, begun = start, len(self.starts)
         for number, part in enumerate(each.portions if each.edges else ()):
             self.starts[at] = begun + number
-            for group, op, ahead in each.edges:
-                self.ahead[group] = ahead
+            for group, op, most in each.edges:
+                self.most[group] = most
                 if not part.first <= op < part.end:
                     continue
                 place, message = at + op - part.first, (group, microbatch + part.microbatch)
@@ -78,10 +80,9 @@ class EdgeWalk:
         for message in self.posts.get(portion, ()):
             self._emit("receive", message)
 
-    def _sent(self, group: int, ahead: int) -> None:
-        """Wait for the oldest messages of an edge until fewer than this many are on their way."""
-        while len(self.under_way[group]) >= ahead:
-            self._emit("wait send", (group, self.under_way[group].pop(0)))
+    def _sent(self, group: int) -> None:
+        """Wait for the oldest message."""
+        self._emit("wait send", (group, self.under_way[group].popleft()))
 
     def _emit(self, kind: str, message: Message) -> None:
         group, microbatch = message

@@ -44,7 +44,7 @@ def stage_lines(program: Program | StepProgram, names: Sequence[str]) -> Iterato
             continue
         yield f"pass accumulate={stage.accumulate} gradients={GRADIENTS[stage.gradients is not None]}"
         yield from wrapped("  order", [":".join(map(str, portion)) for portion in stage.order])
-        yield from wrapped("  edges", [f"{names[edge.group]} {_edge_token(edge)}" for edge in stage.edges])
+        yield from wrapped("  edges", [f"{names[edge.group]} #{edge.at}{_most(edge)}" for edge in stage.edges])
         yield from (f"  fills {names[read]} -> {names[group]}" for read, group in (stage.gradients or {}).items())
         yield from _program_lines(stage.program, names)
     for group, gradient in program.updates.items():
@@ -186,16 +186,16 @@ def _read_portion(token: str) -> Portion:
     return Portion(*map(read_number, numbers))
 
 
-def _edge_token(edge: Edge) -> str:
-    return f"#{edge.at}" + (f":{edge.ahead}" if edge.ahead != 1 else "")
-
-
 def _read_edges(tokens: list[str], ids: Mapping[str, int]) -> Iterator[Edge]:
     if len(tokens) % 2:
-        raise ValueError("edges are written GROUP #OP or GROUP #OP:AHEAD, one behind the other")
+        raise ValueError("edges are written GROUP #OP, or GROUP #OP:MESSAGES, one behind the other")
     for group, token in zip(_groups(tokens[::2], ids), tokens[1::2], strict=True):
-        at, _, ahead = token.partition(":")
-        yield Edge(group, read_number(at, "#"), read_number(ahead or "1"))
+        at, _, most = token.partition(":")
+        yield Edge(group, read_number(at, "#"), read_number(most or "1"))
+
+
+def _most(edge: Edge) -> str:
+    return f":{edge.most}" if edge.most > 1 else ""
 
 
 def _read_calls(tokens: list[str]) -> Iterator[Call]:

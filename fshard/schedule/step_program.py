@@ -34,12 +34,12 @@ class Edge(NamedTuple):
     Attributes:
         group: the group that stands for it, whose one transfer sends or receives it.
         at: the compute op, among those of a microbatch, after which it is sent, or before which it is received.
-        ahead: the microbatches whose message may be on its way at once from here; one that is received is alone.
+        most: the messages that may be under way at a time.
     """
 
     group: int
     at: int
-    ahead: int = 1
+    most: int = 1
 
 
 @dataclass(frozen=True)
