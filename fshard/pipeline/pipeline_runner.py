@@ -26,6 +26,7 @@ from fshard.runtime.steps.programs import Prepared, Programs
 from fshard.runtime.steps.rank_end import decline
 from fshard.runtime.steps.records import Agreed, Latest, PassResult, ProgramRun, Ready, StepRequest
 from fshard.runtime.steps.runner import Runner
+from fshard.runtime.steps.step_refusals import weighted_in_backward
 from fshard.schedule.ops import GroupInfo
 from fshard.schedule.policy import Policy
 from fshard.schedule.schedule import Schedule
@@ -89,6 +90,8 @@ class PipelineRunner(Runner):
                 if shapes(part) != shapes(parts[0]):
                     raise staged_refusals.other_shapes(number)
             step = self.latest_step = self.look(parts[0])
+            if step.staged.trace.weighted and self.in_backward:
+                raise weighted_in_backward()
             if programs.train and not step.staged.trace.weighted:
                 check_even(batch, programs.accumulate)
             prepared = step.prepared
