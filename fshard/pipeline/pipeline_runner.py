@@ -29,6 +29,7 @@ from fshard.runtime.steps.programs import Prepared, Programs
 from fshard.runtime.steps.rank_end import decline
 from fshard.runtime.steps.records import Agreed, Latest, PassResult, ProgramRun, Ready, StepRequest
 from fshard.runtime.steps.runner import Runner
+from fshard.runtime.steps.step_refusals import weighted_in_backward
 from fshard.schedule.infos import communicators
 from fshard.schedule.ops import GroupInfo
 from fshard.schedule.policy import Policy
@@ -111,6 +112,8 @@ class PipelineRunner(Runner):
                 check_detached(batch)
             parts = self._parts(batch)
             step = self.latest_step = self.look(parts[0])
+            if step.staged.trace.weighted and self.in_backward:
+                raise weighted_in_backward()
             if programs.train and not step.staged.trace.weighted:
                 check_even(batch, programs.accumulate)
             prepared = step.prepared

@@ -229,6 +229,8 @@ class StageEngine(Engine):
 
     def _held(self, unit: Unit, params: Any) -> Any:
         """The slot leaves in the place of a tree of leaves as code between units sees them."""
+        if not unit.name:  # a function, whose trees are made anew
+            return tree.mapped(self._slot_leaf, params)
         held = self._real.get((id(params), unit))
         if held is None or held[0] is not params:
             held = self._real[id(params), unit] = params, tree.mapped(self._slot_leaf, params)

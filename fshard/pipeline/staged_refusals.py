@@ -37,6 +37,16 @@ def lacks_leaves(lacking: Sequence[tuple[str, int]], stages: Mapping[str, Sequen
     return PlanError(lines("stages: code outside of units reads leaves of other stages:", rows, remedy))
 
 
+def scattered_leaves(call: str, stages: Mapping[str, Sequence[int]]) -> PlanError:
+    """A unit whose leaves are on no common stage."""
+    rows = [f"{path} is held by {_held(held)}" for path, held in stages.items()]
+    remedy = (
+        "Cut the model so that one stage has them all, or let leaves outside of units be on several stages: "
+        'fs.Stages(axis, leaves=[("table.weight", (0, -1))]).'
+    )
+    return PlanError(lines(f"stages: no stage holds all leaves that unit {call} reads:", rows, remedy))
+
+
 def other_shapes(number: int) -> PlanError:
     """Microbatches of unequal shapes."""
     return PlanError(

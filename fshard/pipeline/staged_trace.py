@@ -191,7 +191,10 @@ def trace_stages(fn: Any, plan: Plan, batch: Any, train: bool, remat: Remat = NO
     numbers = [number for mean in means_of(result) for number in (mean.total, mean.count)]
     if trace.inner:
         raise staged_refusals.differentiates_units(sorted(trace.inner))
-    staged = _cut(trace, engine.records, engine.watch.of((result, numbers)), plan)
+    stages = call_stages(
+        trace.program.forward, {name: each.paths for name, each in engine.units.reads.items()}, plan.stages
+    )
+    staged = _cut(trace, stages, engine.records, engine.watch.of((result, numbers)), plan.stages)
     return replace(staged, result=result)
 
 
@@ -224,10 +227,34 @@ def _told(value: Any) -> Any:
     return NOTHING
 
 
-def _cut(trace: ProgramTrace, records: Sequence[_CallRecord], result: Sources, plan: Plan) -> StagedProgram:
-    assert plan.stages is not None
-    calls, table = trace.program.forward, plan.stages
-    stages = tuple([_stage_of(call, trace, plan, table) for call in calls])
+def call_stages(calls: Sequence[Call], reads: Mapping[str, Sequence[str]], table: StageTable) -> tuple[int, ...]:
+    """Find the stage of each call: that of its unit, or for a function the next one that holds all that it reads.
+
+    A call that reads no leaf is on the stage of the call before it.
+
+    Args:
+        calls: in order.
+        reads: the paths of the leaves that each unit reads.
+        table: the stages of a plan.
+
+    Raises:
+        PlanError: no stage holds all leaves of a call.
+    """
+    found, now = list[int](), 0
+    for call in calls:
+        paths = reads[call.unit]
+        held = set.intersection(*[set(table.leaves[path]) for path in paths]) if paths else {now}
+        if not held:
+            raise staged_refusals.scattered_leaves(str(call), {path: table.leaves[path] for path in paths})
+        now = table.units.get(call.unit, min([stage for stage in held if stage >= now] or held))
+        found.append(now)
+    return tuple(found)
+
+
+def _cut(
+    trace: ProgramTrace, stages: tuple[int, ...], records: Sequence[_CallRecord], result: Sources, table: StageTable
+) -> StagedProgram:
+    calls = trace.program.forward
     count = len(table.homes)
     if problems := _unordered(calls, stages, count):
         raise staged_refusals.bad_cut(problems)
@@ -246,18 +273,6 @@ def _cut(trace: ProgramTrace, records: Sequence[_CallRecord], result: Sources, p
     last = [max(number for number, stage in enumerate(stages) if stage == at) for at in range(count)]
     results = tuple([(record.spec, record.leaves) for record in records])
     return StagedProgram(trace, stages, edges, tuple(outside), results, tuple(last))
-
-
-def _stage_of(call: Call, trace: ProgramTrace, plan: Plan, table: StageTable) -> int:
-    """The stage of a call: that of its unit; of a function with ``fs.unit``, that of the leaves which it reads."""
-    if call.unit in table.units:
-        return table.units[call.unit]
-    read = [plan.groups[group].leaves[0].path for group in trace.program.reads[call.unit]]
-    common = set(range(len(table.homes))).intersection(*[table.leaves[path] for path in read])
-    if len(common) != 1 or not read:
-        on = ", ".join(f"{path} of stage {' and '.join(map(str, table.leaves[path]))}" for path in read)
-        raise staged_refusals.bad_cut([f"{call} reads {on or 'no leaf'}, so no stage is its own"])
-    return common.pop()
 
 
 def _unordered(calls: Sequence[Call], stages: Sequence[int], count: int) -> list[str]:

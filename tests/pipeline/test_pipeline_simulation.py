@@ -8,7 +8,7 @@ import fshard as fs
 from fshard.errors import PlanError
 from fshard.pipeline import bubble, make_order
 from fshard.pipeline.pipeline_simulation import PipelineSimulation
-from tests.pipeline.programs import traced
+from tests.pipeline.abstract_programs import traced
 
 SECONDS = {
     ("forward", ""): 1.0,

@@ -14,7 +14,7 @@ from fshard.pipeline.pipeline_trace import PipelineTrace
 from fshard.schedule.footprint import Need, footprint
 from fshard.sharding.plan_table import held as bytes_held
 from fshard.view.pipeline_timeline import action_bars, messages
-from tests.pipeline.programs import batch, plan_on, step_on, traced
+from tests.pipeline.abstract_programs import batch, plan_on, step_on, traced
 
 FORWARD = fs.sim.Costs({("forward", ""): 1.0, ("backward", ""): 2.0})
 
