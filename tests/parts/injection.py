@@ -27,7 +27,7 @@ class Fault:
     Attributes:
         point: where it fails: ``"before 3"``, ``"inside 3"``, ``"backward 3"``, ``"nan 3"``, ``"rule"``, ``"end"``.
         calls: the kinds of the calls of the latest step.
-        updates: whether this rank has anything to update.
+        updates: whether the rule has updated anything on this rank in the latest steps.
     """
 
     point: str = ""

@@ -18,6 +18,7 @@ from fshard import tree
 from tests.parts.after_failures import TIMEOUT, compared
 from tests.parts.examples import CASES, Case
 from tests.parts.injection import FAULT, Fault, Rule, injected
+from tests.shared.virtual import Virtual
 from tests.shared.workers import Pools
 
 
@@ -47,6 +48,7 @@ def run(name: str, how: str, chosen: Callable[..., list[tuple[str, str]]], gloo:
 def _steps(case: Case, fault: Fault, point: str, mine: bool = False) -> tuple[list[Tensor], BaseException | None]:
     """All numbers of three good steps, and what the one that fails has raised."""
     raised, told, state = None, list[Tensor](), case.start()
+    fault.updates = False  # the trials of a rule of one's own, on every rank, are not updates
     for number in range(3):
         if number == 1 and point:
             fault.point = point if mine else ""
@@ -86,6 +88,17 @@ def with_failures(*args: Any) -> list[str]:
 @pytest.mark.parametrize("name", ["actor_critic", "dpo"])  # many updates, a state in the batch
 def test_a_failure_of_one_rank_fails_the_step_of_all(pool: Pools, name: str) -> None:
     assert pool(2).run(with_failures, name, "step", one_of_each, timeout=120.0) == [[], []]
+
+
+def in_the_rule(points: list[str], ranks: int) -> list[tuple[str, str]]:
+    """The update rule, on the first rank and on all that have anything to update."""
+    return [("rule", "0"), ("rule", "all")]
+
+
+@pytest.mark.long
+def test_a_rank_without_anything_to_update_fails_with_the_others() -> None:
+    with injected("step"):
+        assert Virtual(3).run(run, "gan", "step", in_the_rule) == [[], [], []]
 
 
 @pytest.mark.slow
