@@ -175,7 +175,7 @@ class PipelineRunner(Runner):
         return tuple(needed)
 
     def planned(self, part: Any) -> PlannedStep:
-        """What all positions do with microbatches like this one."""
+        """The schedules of all positions for microbatches like this one."""
         key = signature(part), tuple(shapes(part))
         if key not in self.plans:
             self.plans[key] = self._planned(part)

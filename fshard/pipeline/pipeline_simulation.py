@@ -123,7 +123,7 @@ def simulate_together(schedules: Sequence[Schedule], costs: Costs) -> PipelineSi
 
 @dataclass
 class _Post:
-    """What positions know of each other.
+    """Facts that positions know of each other.
 
     Attributes:
         sums: by position, the groups whose gradients it adds to those of other positions.
@@ -138,11 +138,11 @@ class _Post:
     come: dict[tuple[str, int], float] = field(default_factory=dict)
 
     def whole(self, group: str) -> list[float | None]:
-        """When each part of a sum arrives; None for those on which no position has begun."""
+        """The arrival of each part of a sum; None for those that are not sent yet."""
         return [self.parts.get((group, at)) for at, groups in enumerate(self.sums) if group in groups]
 
     def met(self, kind: str) -> list[float | None]:
-        """When each position comes to an op that all make together; None for those that are yet to come."""
+        """The times at which positions come to an op that all make together; None for those that are yet to come."""
         return [self.come.get((kind, at)) for at in range(len(self.sums))]
 
 

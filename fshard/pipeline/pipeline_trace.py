@@ -1,4 +1,4 @@
-"""The schedules of all positions of a pipeline as one value, and what a trace of a step with stages finds."""
+"""The schedules of all positions of a pipeline as one value, and traces of steps with stages."""
 
 import functools
 import hashlib
@@ -94,7 +94,7 @@ class PipelineSchedules:
 
 @dataclass(frozen=True)
 class PipelineTrace(Trace):
-    """What a trace of a step with stages finds: all of this rank's part, and the schedules of all positions.
+    """A trace of a step with stages: all of this rank's part, and the schedules of all positions.
 
     ``schedule``, ``footprint``, ``needs``, ``unused`` and ``flops`` are those of this rank. An abstract mesh of another
     rank has those of another one: ``fs.abstract_mesh(sizes, names, rank=6)``.

@@ -5,6 +5,7 @@ over an edge where this stage needs it, and an *absent* value, which has a shape
 the last unit of a stage has run, the function is left.
 """
 
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -53,19 +54,24 @@ class StageEngine(Engine):
         self, plan: Plan, sink: Sink, remat: Remat, traits: Traits, staged: StagedProgram, stages: tuple[int, ...]
     ) -> None:
         super().__init__(plan, sink, remat, traits)
-        self.staged, self.stage, self.position, self._stages = staged, -1, 0, stages
+        self.staged, self.stage, self.position = staged, -1, 0
         self.received: Received = {}
         self.keep: Keep = _forget
         self.leaves_wait = self.marked = self.unsettled = False
+        self._trees: dict[int, Any] = dict.fromkeys(stages)
         self.absent_in(FakeTensorMode(allow_non_fake_inputs=True))
-        self._sent = {(edge.call, edge.output) for edge in staged.edges}
         self._real: dict[tuple[int, Unit], tuple[Any, Any]] = {}
+
+    @functools.cached_property
+    def _sent(self) -> set[tuple[int, int]]:
+        """The outputs that other stages need, by the numbers of call and output."""
+        return {(edge.call, edge.output) for edge in self.staged.edges}
 
     def absent_in(self, mode: FakeTensorMode) -> None:
         """Make the values and leaves of other stages as fake tensors of a mode."""
         with mode:
             self._absent = [[_absent(leaf) for leaf in leaves] for _, leaves in self.staged.results]
-            self._trees = {stage: self._tree(stage) for stage in self._stages}
+            self._trees = {stage: self._tree(stage) for stage in self._trees}
 
     def absent(self) -> Iterator[Tensor]:
         """All values and leaves that have no data."""

@@ -103,23 +103,28 @@ def _simulated(
     position: int, schedule: Schedule, lane: tuple[Action, ...], simulation: Simulation
 ) -> Iterator[ActionBar]:
     """The portions of a schedule, with their actions: the n-th forward of a microbatch is its n-th action F."""
-    due: dict[tuple[str, int], list[Action]] = defaultdict(list)
-    for action in lane:
-        for kind in ("I", "W") if action.kind == "B" else (action.kind,):
-            due[kind, action.microbatch].append(action)
-    parted = any(each.program.parted for each in schedule.stages.passes)
+    due, (each,) = _by_kind(lane), schedule.stages.passes
     kinds = {"forward": "F", "backward": "I", "weight": "W"}
     computes = iter([at for at, op in enumerate(schedule) if op.kind in COMPUTE_KINDS])
-    for portion in [portion for each in schedule.stages.passes for portion in each.portions]:
+    for portion in each.portions:
         places = [next(computes) for _ in range(portion.first, portion.end)]
         units = [schedule[at] for at in places if schedule[at].target != ROOT]
         if not units:  # the end of a microbatch alone
             continue
         kind = kinds[units[0].kind]
         action = due[kind, portion.microbatch].pop(0)
-        if parted and action.kind == "B":
+        if each.program.parted and action.kind == "B":
             action = Action(action.stage, kind, action.microbatch)
         yield ActionBar(position, action, simulation.starts[places[0]], simulation.ends[places[-1]])
+
+
+def _by_kind(lane: tuple[Action, ...]) -> dict[tuple[str, int], list[Action]]:
+    """The actions of each kind and microbatch; a whole backward is both of its parts."""
+    found: dict[tuple[str, int], list[Action]] = defaultdict(list)
+    for action in lane:
+        for kind in ("I", "W") if action.kind == "B" else (action.kind,):
+            found[kind, action.microbatch].append(action)
+    return found
 
 
 def messages(simulation: PipelineSimulation) -> Iterator[tuple[float, float, int, int]]:

@@ -114,11 +114,7 @@ def timeline(
     lanes_height = 0.27 * sum(heights.values()) + 0.12 * len(heights) + 0.3
     figure = empty_figure("fs.view.timeline", width, lanes_height + 2.6)
     top, below = figure.subplots(2, 1, sharex=True, height_ratios=[lanes_height, 1.75])
-    from matplotlib import colormaps
-
-    names = [group.name for group in schedule.groups if group.name.partition("/")[0] != ROOT]
-    shades = colormaps["viridis"]([0.08 + 0.8 * i / max(1, len(names) - 1) for i in range(len(names))])
-    colors: dict[str, Any] = dict(zip(names, shades, strict=True))
+    colors = _colors(schedule)
     for ax in (top, below):
         _bands(ax, schedule.ops, edges)
     _lanes(top, rows, heights, colors)
@@ -132,6 +128,15 @@ def timeline(
     title = f"One {what}, {len(schedule)} ops: {schedule.policy} {counts}"
     figure.suptitle(title, x=0.01, ha="left", fontsize=FONT + 2, color=INK, weight="bold")
     return figure
+
+
+def _colors(schedule: Schedule) -> dict[str, Any]:
+    """The color of each group of units."""
+    from matplotlib import colormaps
+
+    names = [group.name for group in schedule.groups if group.name.partition("/")[0] != ROOT]
+    shades = colormaps["viridis"]([0.08 + 0.8 * i / max(1, len(names) - 1) for i in range(len(names))])
+    return dict(zip(names, shades, strict=True))
 
 
 def lanes() -> list[str]:
