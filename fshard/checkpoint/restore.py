@@ -135,20 +135,20 @@ def stored_names(path: str, manifest: Manifest, entries: Sequence[Entry], reques
     have = manifest.tensors
     wanted = _by_rules(request.rules, entries) if request.rules is not None else _by_name(entries, have)
     missing, wrong = _misfits([(e, wanted[e.name]) for e in entries if e.name in wanted], have, request.cast)
-    extra = []
-    if request.rules is None:  # without an optimizer its tensors may be left
-        start = "" if request.opt is not None else "params."
-        other = _of_other_stages(request.plan.whole or request.plan)
-        extra = [
-            f"extra  {n}  {info}"
-            for n, info in have.items()
-            if n not in wanted and n.startswith(start) and not n.endswith(other)
-        ]
+    extra = [] if request.rules is not None else _unread(have, wanted, request)
     if missing or extra or wrong:
         counts = f"{len(missing)} missing, {len(extra)} extra, {len(wrong)} mismatched of {len(have)} tensors"
         rows = [row for kind in (missing, extra, wrong) for row in listed(kind)]
         raise TreeError(lines(f"{path} does not fit the plan ({counts}):", rows, _remedy([*missing, *extra])))
     return wanted
+
+
+def _unread(have: Mapping[str, TensorInfo], wanted: Container[str], request: RestoreRequest) -> list[str]:
+    """The tensors that no rank reads. Without an optimizer its tensors may be left."""
+    start = "" if request.opt is not None else "params."
+    other = _of_other_stages(request.plan.whole or request.plan)
+    left = [name for name in have if name not in wanted and not name.endswith(other)]
+    return [f"extra  {name}  {have[name]}" for name in left if name.startswith(start)]
 
 
 def _of_other_stages(plan: Plan) -> tuple[str, ...]:

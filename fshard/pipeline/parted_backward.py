@@ -121,19 +121,15 @@ def _branches(values: Sequence[Tensor], inputs: Sequence[Tensor], leaves: Sequen
 
     Without inputs there is one branch, from the values themselves.
     """
-    wanted = {id(leaf): leaf for leaf in leaves}
-    roots = [value.grad_fn for value in values if value.grad_fn is not None]
-    order, above = _reached(roots)
+    order, above = _reached([value.grad_fn for value in values if value.grad_fn is not None])
+    leading = [(node, leaf) for node in order if (leaf := _accumulated(node, leaves)) is not None]
     if not inputs:
-        leading = [wanted[id(node.variable)] for node in order if id(getattr(node, "variable", None)) in wanted]
-        return [Branch(None, tuple(leading))]
-    on_the_way = _climbed([node for node in order if _is(node, inputs)], above)
+        return [Branch(None, tuple([leaf for _, leaf in leading]))]
+    on_the_way = _climbed([node for node in order if _accumulated(node, inputs) is not None], above)
     by_node: dict[Node, list[Tensor]] = {}
-    for node in order:
-        leaf = wanted.get(id(getattr(node, "variable", None)))
-        if leaf is not None:
-            for place in _joins(node, above, on_the_way):
-                by_node.setdefault(place, []).append(leaf)
+    for node, leaf in leading:
+        for place in _joins(node, above, on_the_way):
+            by_node.setdefault(place, []).append(leaf)
     found = [node for node in order if node in by_node]
     onward = [tuple([below for below, _ in node.next_functions if below in on_the_way]) for node in found]
     return [Branch(node, tuple(by_node[node]), below) for node, below in zip(found, onward, strict=True)]
@@ -159,10 +155,10 @@ def _reached(roots: Sequence[Node]) -> tuple[list[Node], dict[Node, list[Node]]]
     return list(order), above
 
 
-def _is(node: Node, inputs: Sequence[Tensor]) -> bool:
-    """Tell whether a node accumulates the gradient of one of the inputs."""
+def _accumulated(node: Node, leaves: Sequence[Tensor]) -> Tensor | None:
+    """The one of these leaves whose gradient a node accumulates; None if it is none of them."""
     variable = getattr(node, "variable", None)
-    return variable is not None and any(variable is one for one in inputs)
+    return None if variable is None else next((leaf for leaf in leaves if leaf is variable), None)
 
 
 def _climbed(nodes: Sequence[Node], above: Mapping[Node, Sequence[Node]]) -> set[Node]:

@@ -24,13 +24,13 @@ from fshard.runtime.memory import keep, memory_space
 from fshard.sharding.code import initialized_by
 from fshard.sharding.layout import Group, Piece, global_index
 from fshard.sharding.plan import Plan
-from fshard.sharding.stage_table import StageTable
 from fshard.state.elementwise import know_shards
 from fshard.state.fit import check_optimizer
 from fshard.state.flat_maps import cut_leaves, cut_pieces, join_leaves, join_pieces, narrow, widen
 from fshard.state.provenance import Past, initializers_told, samples
 from fshard.state.state_memory import StateMemory
 from fshard.state.train_state import TrainState
+from fshard.state.whole_stages import of_all_stages
 
 Inits = Sequence[tuple[str, Initializer]]
 
@@ -249,7 +249,7 @@ def unshard(params: Mapping[str, Any], plan: Plan) -> dict[str, Any]:
     enter(plan.mesh, "unshard")
     out = _gathered(flat, own)
     if plan.stages is not None:
-        out = _of_all_stages(out, plan, plan.stages)
+        out = of_all_stages(out, plan, plan.stages)
     return tree.nest({path: out[path] for path in plan.leaves if path in out})
 
 
@@ -262,20 +262,6 @@ def _gathered(flat: Mapping[str, Tensor], plan: Plan) -> dict[str, Tensor]:
         for leaf, tensor in zip(group.leaves, cut_leaves(group, full), strict=True):
             # Its own memory: the buffer of the group would live as long as any view of it.
             out[leaf.path] = widen(leaf, plan.mesh, tensor).clone(memory_format=torch.contiguous_format)
-    return out
-
-
-def _of_all_stages(own: Mapping[str, Tensor], plan: Plan, stages: StageTable) -> dict[str, Tensor]:
-    """The whole tensors of all stages, given those of this rank's. Collective along the axis of stages."""
-    out: dict[str, Tensor] = {}
-    idle = not any(not leaf.trainable and path in own for path, leaf in plan.own.leaves.items())
-    for path, leaf in plan.leaves.items():
-        if idle and not leaf.trainable:
-            continue
-        mine = own.get(path)
-        row = torch.zeros(leaf.shape, dtype=leaf.dtype, device=plan.mesh.device) if mine is None else mine
-        rows = apply(row.reshape(-1), Collect(Ranks(plan.mesh, (stages.axis,)), -1))
-        out[path] = rows.view(-1, row.numel())[stages.positions(path)[0]].view(leaf.shape).clone()
     return out
 
 
