@@ -339,10 +339,9 @@ def interleave(
 ) -> dict[str, Sample]:
     """Let the peers take turns, and measure each step: ``wall`` and ``cpu`` seconds of this process, ``sent`` bytes.
 
-    Who begins changes from round to round. All ranks begin a step together, each on its rows, or on those of ``part``.
+    Who begins changes from round to round. All ranks begin a step together, on their rows or on those of ``part``.
     ``cpu`` counts every thread of the process. One round before the first is not counted. In each turn ``warm`` steps
-    go before the one that is measured, so that small steps find their own code and data in the caches, as they would
-    where nobody takes turns.
+    go before the one that is measured, so that small steps find their code and data in the caches.
     """
     rank, world = _place()
     names = list(peers)
