@@ -25,7 +25,7 @@ MICROBATCHES = 8
 LAYOUTS = ((2, 2, ("torch", "fshard")), (2, 4, ("torch", "fshard", "fshard kept")))
 """Stages, ranks and peers."""
 
-SLEEP = 0.01
+SLEEP = 0.03
 """Seconds of a forward that sleeps. Its backward takes twice as long."""
 
 
