@@ -78,12 +78,13 @@ class Mail:
             if not self.failed:
                 raise ScheduleError(f"{key[0]} of microbatch {key[1]} is to be sent before it was computed")
             value = torch.zeros(kind.edge.shape, dtype=kind.edge.dtype, device=self.mesh.device)
-        self._handles[key] = self._exchange(kind, kind.receiver, value.new_empty(0), value)
+        self._handles[key] = self._exchange(kind, kind.receiver, value.new_empty(0), value.permute(kind.edge.dims))
 
     def _receive(self, key: Key) -> None:
         kind = self.messages[key[0]]
-        value = torch.empty(kind.edge.shape, dtype=kind.edge.dtype, device=self.mesh.device)
-        self._arriving[key] = value
+        shape = [kind.edge.shape[dim] for dim in kind.edge.dims]
+        value = torch.empty(shape, dtype=kind.edge.dtype, device=self.mesh.device)
+        self._arriving[key] = value.permute(sorted(range(len(shape)), key=kind.edge.dims.__getitem__))
         self._handles[key] = self._exchange(kind, kind.sender, value, value.new_empty(0))
 
     def _sent(self, key: Key) -> None:

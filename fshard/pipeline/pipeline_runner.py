@@ -21,6 +21,7 @@ from fshard.pipeline.staged_passes import StagedPasses
 from fshard.pipeline.staged_trace import StagedProgram, trace_stages
 from fshard.runtime.comm.facts import Facts, digest
 from fshard.runtime.engine.batch import check_detached, check_device, check_even, microbatches, shapes, signature
+from fshard.runtime.engine.proxies import Mispredicted
 from fshard.runtime.execution.executor import Scheduled
 from fshard.runtime.execution.observers import observers_of
 from fshard.runtime.execution.route import make_route
@@ -250,7 +251,9 @@ class PipelineRunner(Runner):
         executor, given = agreed.ready.executor, agreed.ready.request
         assert isinstance(executor, Scheduled) and isinstance(agreed.ready.prepared.engine, StageEngine)
         step = self._step_of(agreed.ready.prepared)
-        with given.randomness():
-            return step.passes.run_stages(
-                agreed.ready.prepared.engine, executor, agreed.ready.parts, given.loss_scale, given.shield.opened
-            )
+        engine, parts = agreed.ready.prepared.engine, agreed.ready.parts
+        try:
+            with given.randomness():
+                return step.passes.run_stages(engine, executor, parts, given.loss_scale, given.shield.opened)
+        except Mispredicted as reason:  # other ranks run a schedule, so this one cannot gather on demand
+            raise staged_refusals.left_its_schedule(reason) from None

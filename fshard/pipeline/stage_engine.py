@@ -225,13 +225,22 @@ class StageEngine(Engine):
             for output, leaf in enumerate(tree.leaves(result)):
                 if (number, output) in self._sent:
                     self.keep((number, output), leaf)
+            return self._writable(number, result)
         return result
+
+    def _writable(self, number: int, result: Any) -> Any:
+        """The result of a call, with copies of what travels and is written to by code between units."""
+        if not any(call == number for call, _ in self.staged.written):
+            return result
+        leaves, spec = tree.flatten(result)
+        written = [(number, output) in self.staged.written for output in range(len(leaves))]
+        return tree.unflatten(spec, [x.clone() if copied else x for x, copied in zip(leaves, written, strict=True)])
 
     def _elsewhere(self, number: int) -> Any:
         """The result of a call of another stage."""
         spec, _ = self.staged.results[number]
         leaves = [self.received.get((number, output), leaf) for output, leaf in enumerate(self._absent[number])]
-        return tree.unflatten(spec, leaves)
+        return self._writable(number, tree.unflatten(spec, leaves))
 
     def _held(self, unit: Unit, params: Any) -> Any:
         """The slot leaves in the place of a tree of leaves as code between units sees them."""

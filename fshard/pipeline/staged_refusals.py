@@ -1,8 +1,12 @@
 """Refusals of programs that cannot be cut into the stages of a plan: one message builder per failure."""
 
+import re
 from collections.abc import Mapping, Sequence
 
 from fshard.errors import PlanError, ScheduleError, lines
+
+SHOWN = 8
+"""The most leaves that a remedy names."""
 
 
 def depends_on_values() -> PlanError:
@@ -28,12 +32,20 @@ def bad_cut(problems: Sequence[str]) -> PlanError:
     return PlanError(lines("stages: the program cannot be cut so:", problems, remedy))
 
 
-def lacks_leaves(lacking: Sequence[tuple[str, int]], stages: Mapping[str, Sequence[int]]) -> PlanError:
-    """Code between units that reads leaves which its stage does not hold."""
+def lacks_leaves(
+    lacking: Sequence[tuple[str, int]], stages: Mapping[str, Sequence[int]], outside: Sequence[Sequence[str]]
+) -> PlanError:
+    """Code between units that reads leaves which its stage does not hold; ``outside`` has what each stage reads."""
     rows = [f"{path} is read on stage {stage}, and held by {_held(stages[path])}" for path, stage in lacking]
-    some = lacking[0][0]
-    wanted = tuple(sorted({*stages[some], lacking[0][1]}))
-    remedy = f"Let these stages hold it: fs.Stages(axis, leaves=[({some!r}, {wanted})]), or read it in a unit."
+    pairs = []
+    for path in dict.fromkeys(path for path, _ in lacking):
+        readers = [stage for stage, paths in enumerate(outside) if path in paths]
+        pairs.append(f"({re.escape(path)!r}, {readers[0] if len(readers) == 1 else tuple(readers)})")
+    more = ["..."] if len(pairs) > SHOWN else []
+    remedy = (
+        f"Let the stages that read them hold them: fs.Stages(axis, leaves=[{', '.join(pairs[:SHOWN] + more)}]), or read "
+        f"them in units. Leaves of units are where their units are."
+    )
     return PlanError(lines("stages: code outside of units reads leaves of other stages:", rows, remedy))
 
 
@@ -45,6 +57,23 @@ def scattered_leaves(call: str, stages: Mapping[str, Sequence[int]]) -> PlanErro
         'fs.Stages(axis, leaves=[("table.weight", (0, -1))]).'
     )
     return PlanError(lines(f"stages: no stage holds all leaves that unit {call} reads:", rows, remedy))
+
+
+def writes_shared(outputs: Sequence[tuple[str, int]]) -> PlanError:
+    """Code between units that writes to results which share memory, of which another stage receives copies."""
+    rows = [f"output {number} of unit {call}" for call, number in outputs]
+    remedy = "Write out of place (x = x + y, not x += y), or let the unit return a copy (.clone())."
+    return PlanError(
+        lines("stages: code between units writes in place to results that share their memory:", rows, remedy)
+    )
+
+
+def left_its_schedule(reason: object) -> ScheduleError:
+    """A program that makes other calls than its trace."""
+    return ScheduleError(
+        f"stages: the program made other calls of units than in its trace: {reason}. A pipeline cannot follow it: let "
+        f"Python values that decide which units run be part of the batch, or make the plan without stages="
+    )
 
 
 def other_shapes(number: int) -> PlanError:

@@ -5,7 +5,7 @@ outputs of units of earlier stages, is what travels: an *edge*. So the code betw
 needs no graph: each rank runs the loss function as it is, and units of other stages are not called there.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -46,6 +46,7 @@ class ValueEdge(NamedTuple):
         shape: of one microbatch's.
         dtype: of the tensor.
         grad: whether its gradient comes back.
+        dims: its dims from the outermost in memory to the innermost, in which it travels.
     """
 
     call: int
@@ -55,6 +56,7 @@ class ValueEdge(NamedTuple):
     shape: tuple[int, ...]
     dtype: torch.dtype
     grad: bool
+    dims: tuple[int, ...]
 
     @property
     def nbytes(self) -> int:
@@ -74,6 +76,7 @@ class StagedProgram:
         results: for each call, the structure of its result and the leaves of that: fake tensors and plain values.
         last: for each stage, the number of its last call.
         result: what the function returned: fake tensors and plain values.
+        written: outputs of units, as the numbers of call and output, to which code between units writes in place.
     """
 
     trace: ProgramTrace
@@ -83,6 +86,7 @@ class StagedProgram:
     results: tuple[tuple[Any, Sequence[Any]], ...]
     last: tuple[int, ...]
     result: Any = None
+    written: frozenset[tuple[int, int]] = frozenset()
 
     @property
     def calls(self) -> tuple[Call, ...]:
@@ -116,18 +120,26 @@ class SourceEngine(Engine):
         for number, leaf in enumerate(leaves):
             if isinstance(leaf, Tensor):
                 self.watch.begin(leaf, frozenset({(len(self.records), number)}))
+                self.watch.outputs.setdefault(storage_of(leaf), []).append((len(self.records), number))
         self.records.append(_CallRecord(needs, spec, leaves))
         return result
 
 
 class SourceWatch(TorchDispatchMode):
-    """Follows values through code between units, storage by storage."""
+    """Follows values through code between units.
+
+    Attributes:
+        outputs: the outputs of units in each storage, as the numbers of call and output.
+        written: those storages to which code between units writes.
+    """
 
     def __init__(self, engine: SourceEngine) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.engine = engine
-        self.sources: dict[int | None, Sources] = {}
-        self.kept: list[Tensor] = []  # as long as it is followed, no other tensor has its storage
+        self.sources: dict[int, Sources] = {}  # by tensor
+        self.stored: dict[int | None, dict[int, Tensor]] = {}  # all tensors in a storage, which live as long as this
+        self.outputs: dict[int | None, list[tuple[int, int]]] = {}
+        self.written: dict[int | None, None] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an op; its results come from what its arguments come from."""
@@ -137,7 +149,22 @@ class SourceWatch(TorchDispatchMode):
             for leaf in tree.leaves(result) if found else ():
                 if isinstance(leaf, Tensor):
                     self.begin(leaf, found)
+            if getattr(getattr(func, "_schema", None), "is_mutable", False):
+                self._write(func, args, kwargs or {}, found)
         return result
+
+    def _write(self, func: Any, args: Any, kwargs: Any, found: Sources) -> None:
+        """Note an op that writes to memory: all that lies there comes from its arguments, too."""
+        for number, argument in enumerate(func._schema.arguments):
+            if argument.alias_info is None or not argument.alias_info.is_write:
+                continue
+            given = args[number] if number < len(args) else kwargs.get(argument.name)
+            for leaf in tree.leaves(given):
+                if isinstance(leaf, Tensor):
+                    place = storage_of(leaf)
+                    self.written[place] = None
+                    for other in [leaf, *self.stored.get(place, {}).values()]:
+                        self.begin(other, self._sources(other) | found)
 
     def of(self, values: Any) -> Sources:
         """The sources of all tensors in some values."""
@@ -145,13 +172,20 @@ class SourceWatch(TorchDispatchMode):
         for leaf in tree.leaves(values):
             if isinstance(leaf, Tensor):
                 slot = slot_of(leaf)
-                found |= self.sources.get(storage_of(leaf), NONE) if slot is None else {slot.path}
+                found |= self._sources(leaf) if slot is None else {slot.path}
         return found
+
+    def _sources(self, value: Tensor) -> Sources:
+        """The sources of a tensor; of one that nobody noted, those of all tensors in its storage."""
+        if id(value) in self.sources and (stored := self.stored[storage_of(value)]).get(id(value)) is value:
+            return self.sources[id(value)]
+        stored = self.stored.get(storage_of(value), {})
+        return NONE.union(*[self.sources[other] for other in stored])
 
     def begin(self, value: Tensor, sources: Sources) -> None:
         """Note the sources of a tensor."""
-        self.kept.append(value)
-        self.sources[storage_of(value)] = sources
+        self.sources[id(value)] = sources
+        self.stored.setdefault(storage_of(value), {})[id(value)] = value
 
     def leaves_of(self, engine: Engine) -> None:
         """Note the leaves themselves, whose views have no slot."""
@@ -195,7 +229,7 @@ def trace_stages(fn: Any, plan: Plan, batch: Any, train: bool, remat: Remat = NO
         trace.program.forward, {name: each.paths for name, each in engine.units.reads.items()}, plan.stages
     )
     staged = _cut(trace, stages, engine.records, engine.watch.of((result, numbers)), plan.stages)
-    return replace(staged, result=result)
+    return replace(staged, result=result, written=_written(staged, engine.watch))
 
 
 NOTHING = object()
@@ -268,11 +302,25 @@ def _cut(
         lacking += [(path, stage) for path in paths if stage not in table.leaves[path]]
         outside.append(tuple(paths))
     if lacking:
-        raise staged_refusals.lacks_leaves(lacking, table.leaves)
-    edges = tuple(_edges(needs, stages, records))
+        raise staged_refusals.lacks_leaves(lacking, table.leaves, outside)
+    edges = tuple(_edges(needs, stages, records, {calls.index(call) for call in trace.program.backward}))
     last = [max(number for number, stage in enumerate(stages) if stage == at) for at in range(count)]
     results = tuple([(record.spec, record.leaves) for record in records])
     return StagedProgram(trace, stages, edges, tuple(outside), results, tuple(last))
+
+
+def _written(staged: StagedProgram, watch: SourceWatch) -> frozenset[tuple[int, int]]:
+    """The outputs that travel and that code between units writes to.
+
+    Raises:
+        PlanError: such an output shares its memory with others, which a rank that receives it does not have.
+    """
+    sent = {(edge.call, edge.output) for edge in staged.edges}
+    places = [watch.outputs.get(storage, []) for storage in watch.written]
+    found = [place for place in places if not sent.isdisjoint(place)]
+    if shared := [place for place in found if len(place) > 1]:
+        raise staged_refusals.writes_shared([(str(staged.calls[call]), output) for call, output in shared[0]])
+    return frozenset([output for place in found for output in place])
 
 
 def _unordered(calls: Sequence[Call], stages: Sequence[int], count: int) -> list[str]:
@@ -285,8 +333,10 @@ def _unordered(calls: Sequence[Call], stages: Sequence[int], count: int) -> list
     return found + [f"no unit of stage {stage} is called" for stage in range(count) if stage not in stages]
 
 
-def _edges(needs: Sequence[Sources], stages: Sequence[int], records: Sequence[_CallRecord]) -> list[ValueEdge]:
-    """The outputs of calls that other stages need, in the order of calls."""
+def _edges(
+    needs: Sequence[Sources], stages: Sequence[int], records: Sequence[_CallRecord], backward: Set[int]
+) -> list[ValueEdge]:
+    """The outputs of calls that other stages need, in the order of calls; ``backward`` are calls that have one."""
     found = []
     for target, sources in enumerate(needs):
         for source in sources:
@@ -294,7 +344,13 @@ def _edges(needs: Sequence[Sources], stages: Sequence[int], records: Sequence[_C
                 continue
             call, output = source
             leaf = records[call].leaves[output]
-            found.append(
-                ValueEdge(call, output, stages[call], target, tuple(leaf.shape), leaf.dtype, leaf.requires_grad)
-            )
+            grad = leaf.requires_grad and call in backward
+            ends, dims = (call, output, stages[call], target), _dims(leaf)
+            found.append(ValueEdge(*ends, tuple(leaf.shape), leaf.dtype, grad, dims))
     return sorted(found, key=lambda edge: edge[:4])
+
+
+def _dims(value: Tensor) -> tuple[int, ...]:
+    """The dims of a tensor from the outermost in memory to the innermost."""
+    strides = value.stride()
+    return tuple(sorted(range(value.ndim), key=lambda dim: (-strides[dim], dim)))
