@@ -35,6 +35,10 @@ FORWARD = "forward"
 """The method that a call of a module runs."""
 
 
+class LeftCall(BaseException):  # noqa: N818 - not an error: code must not catch it
+    """An engine needs nothing more of a call of a whole model, and leaves it."""
+
+
 class Body:
     """A structure as a pure function of parameters and buffers.
 
@@ -119,6 +123,9 @@ class Body:
         try:
             first = instance.modules[0]
             out = first(*args, **kwargs) if method == FORWARD else getattr(first, method)(*args, **kwargs)
+        except LeftCall:
+            self._ended(instance, None)
+            raise
         except BaseException as error:
             self._retire(instance)
             self._explain(error)
@@ -129,6 +136,10 @@ class Body:
             now = zip(self._tensors.items(), versions, strict=True)
             self._retire(instance)
             raise written_in_place([spot for (spot, x), before in now if version(x) != before])
+        return self._ended(instance, out)
+
+    def _ended(self, instance: Instance, out: Any) -> Any:
+        """The result of a call that may have written to the instance, at little cost where it has not."""
         if instance.glance is not None and instance.tensors.unwritten and instance.glance():
             if self.unit or self._template.shared.clean():
                 return out

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from fshard import tree
 from fshard.errors import UnitError
+from fshard.model.instance import LeftCall
 from fshard.model.leaves import LeafOrder
 from fshard.model.unit import Slot, Unit, attach, slot_of
 from fshard.pipeline.parted_backward import PartedBackward
@@ -34,7 +35,7 @@ Keep = Callable[[tuple[int, int], Tensor], None]
 """Takes an output that other stages need, by the numbers of its call and of the output."""
 
 
-class StageOver(BaseException):  # noqa: N818 - not an error: code must not catch it
+class StageOver(LeftCall):
     """The last unit of a stage has run: nothing of the loss function behind it is needed here."""
 
 
@@ -60,7 +61,7 @@ class StageEngine(Engine):
         self.leaves_wait = self.marked = self.unsettled = False
         self._trees: dict[int, Any] = dict.fromkeys(stages)
         self.absent_in(FakeTensorMode(allow_non_fake_inputs=True))
-        self._real: dict[tuple[int, Unit], tuple[Any, Any]] = {}
+        self._real: dict[Unit, tuple[Any, Any]] = {}
 
     @functools.cached_property
     def _sent(self) -> set[tuple[int, int]]:
@@ -246,9 +247,9 @@ class StageEngine(Engine):
         """The slot leaves in the place of a tree of leaves as code between units sees them."""
         if not unit.name:  # a function, whose trees are made anew
             return tree.mapped(self._slot_leaf, params)
-        held = self._real.get((id(params), unit))
+        held = self._real.get(unit)
         if held is None or held[0] is not params:
-            held = self._real[id(params), unit] = params, tree.mapped(self._slot_leaf, params)
+            held = self._real[unit] = params, tree.mapped(self._slot_leaf, params)
         return held[1]
 
     def _slot_leaf(self, leaf: Any) -> Any:

@@ -19,6 +19,7 @@ from fshard.pipeline.stage_engine import StageEngine
 from fshard.pipeline.staged_trace import NOTHING, StagedProgram, ValueEdge, told_leaves, told_values
 from fshard.runtime.engine.batch import marks_undone
 from fshard.runtime.engine.loss_result import Loss, check_data, check_differentiable, detached, read_loss
+from fshard.runtime.engine.rng import reseed
 from fshard.runtime.execution.executor import Scheduled
 from fshard.runtime.steps.passes import Context, Passes
 from fshard.runtime.steps.records import PassResult
@@ -92,6 +93,7 @@ class StagedPasses(Passes):
         ended: dict[int, StageRun] = {}
         computes = self.rank.program.computes
         self.mail.start()
+        seed = torch.default_generator.initial_seed()  # of the step; each stage and microbatch has its own
         try:
             torch.clear_autocast_cache()  # as in a pass of one stage
             with torch.autograd.set_multithreading_enabled(False), marks_undone(parts):
@@ -102,7 +104,7 @@ class StagedPasses(Passes):
                     engine.resume(executor)
                     if action is not None and action.kind == "F":
                         key = action.stage, microbatch
-                        runs[key] = self._forward(engine, executor, parts[microbatch], key, runs, opened)
+                        runs[key] = self._forward(engine, executor, parts[microbatch], key, runs, opened, seed)
                         if self._last(action.stage):
                             ended[microbatch] = runs[key]
                     elif action is not None:
@@ -128,6 +130,7 @@ class StagedPasses(Passes):
         key: tuple[int, int],
         runs: dict[tuple[int, int], StageRun],
         opened: Context,
+        seed: int,
     ) -> StageRun:
         """Run a stage on a microbatch."""
         stage, microbatch = key
@@ -141,6 +144,7 @@ class StagedPasses(Passes):
             for name in self._names(place):
                 self.mail.outbox[name, microbatch] = value
 
+        reseed(seed, f"stage {stage} microbatch {microbatch}", self.mail.mesh.device)
         with torch.set_grad_enabled(self.train), opened():
             run.result = engine.forward(self.fn, part, stage, run.received, keep)
         if self._last(stage):

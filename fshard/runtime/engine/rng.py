@@ -31,6 +31,20 @@ def seeded(seed: int, step: int, part: int, device: torch.device) -> Iterator[No
             generator.set_state(state)
 
 
+def reseed(seed: int, name: str, device: torch.device) -> None:
+    """Seed torch's generators anew, inside of ``seeded``, for a part of the step that draws numbers of its own.
+
+    Args:
+        seed: of the step.
+        name: of the part.
+        device: of the rank.
+    """
+    part = fold(seed, name) % 2**63
+    torch.default_generator.manual_seed(part)
+    if device.type == "cuda":
+        torch.cuda.default_generators[device.index or 0].manual_seed(part)
+
+
 @functools.lru_cache(maxsize=16)
 def _seeds(seed: int, run: int, part: int) -> Sequence[int]:
     """The seeds of a run of steps."""
