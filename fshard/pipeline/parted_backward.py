@@ -130,9 +130,12 @@ def _branches(values: Sequence[Tensor], inputs: Sequence[Tensor], leaves: Sequen
     for node, leaf in leading:
         for place in _joins(node, above, on_the_way):
             by_node.setdefault(place, []).append(leaf)
-    found = [node for node in order if node in by_node]
-    onward = [tuple([below for below, _ in node.next_functions if below in on_the_way]) for node in found]
-    return [Branch(node, tuple(by_node[node]), below) for node, below in zip(found, onward, strict=True)]
+    return [Branch(node, tuple(by_node[node]), _onward(node, on_the_way)) for node in order if node in by_node]
+
+
+def _onward(node: Node, on_the_way: set[Node]) -> tuple[Node, ...]:
+    """The nodes right below one that are on the way to the inputs."""
+    return tuple([below for below, _ in node.next_functions if below in on_the_way])
 
 
 def _zeros(grads: Grads) -> Grads:

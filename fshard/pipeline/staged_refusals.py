@@ -28,7 +28,10 @@ def differentiates_units(units: Sequence[str]) -> PlanError:
 
 def bad_cut(problems: Sequence[str]) -> PlanError:
     """Calls of units that do not go from stage to stage in order."""
-    remedy = "Give cut= so that units are in stages in the order of their calls: fs.Stages(axis, cut=(2, 3))."
+    remedy = (
+        "Units are cut in the order of their leaves in the tree, so let the tree have them in the order of their calls "
+        "(a dict keeps its order), and let each stage have a unit that is called: fs.Stages(axis, cut=(2, 3))."
+    )
     return PlanError(lines("stages: the program cannot be cut so:", problems, remedy))
 
 
@@ -43,8 +46,8 @@ def lacks_leaves(
         pairs.append(f"({re.escape(path)!r}, {readers[0] if len(readers) == 1 else tuple(readers)})")
     more = ["..."] if len(pairs) > SHOWN else []
     remedy = (
-        f"Let the stages that read them hold them: fs.Stages(axis, leaves=[{', '.join(pairs[:SHOWN] + more)}]), or read "
-        f"them in units. Leaves of units are where their units are."
+        f"Let the stages that read them hold them: fs.Stages(axis, leaves=[{', '.join(pairs[:SHOWN] + more)}]), or "
+        f"read them in units. Leaves of units are where their units are."
     )
     return PlanError(lines("stages: code outside of units reads leaves of other stages:", rows, remedy))
 

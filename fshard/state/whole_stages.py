@@ -12,20 +12,17 @@ from fshard.sharding.stage_table import StageTable
 
 
 def of_all_stages(own: Mapping[str, Tensor], plan: Plan, stages: StageTable) -> dict[str, Tensor]:
-    """The whole tensors of all stages, given those of this rank's. Collective along their axis.
-
-    Args:
-        own: by path.
-        plan: the plan of all stages.
-        stages: its stages.
-    """
+    """The whole tensors of all stages, given those of this rank's. Collective along the axis of stages."""
     out: dict[str, Tensor] = {}
-    idle = not any(not leaf.trainable and path in own for path, leaf in plan.own.leaves.items())
+    ranks, frozen = Ranks(plan.mesh, (stages.axis,)), {path for path, leaf in plan.leaves.items() if not leaf.trainable}
+    # A tree of optimizer state has no frozen leaves, which ranks without any cannot see.
+    given = torch.tensor([not frozen.isdisjoint(own)], device=plan.mesh.device)
+    all_leaves = not frozen or bool(apply(given, Collect(ranks, -1)).any())
     for path, leaf in plan.leaves.items():
-        if idle and not leaf.trainable:
+        if not all_leaves and path in frozen:
             continue
         mine = own.get(path)
         row = torch.zeros(leaf.shape, dtype=leaf.dtype, device=plan.mesh.device) if mine is None else mine
-        rows = apply(row.reshape(-1), Collect(Ranks(plan.mesh, (stages.axis,)), -1))
+        rows = apply(row.reshape(-1), Collect(ranks, -1))
         out[path] = rows.view(-1, row.numel())[stages.positions(path)[0]].view(leaf.shape).clone()
     return out

@@ -57,7 +57,7 @@ def made(
     edges = {(last[stage], stage + 1) for stage in range(count - 1)}
     if skips:
         edges |= {(n, t) for n, s in enumerate(stages) for t in range(s + 1, count) if rng.random() < 0.3}
-    values = [ValueEdge(n, 0, stages[n], t, (2, 4), torch.float32, True) for n, t in sorted(edges)]
+    values = [ValueEdge(n, 0, stages[n], t, (2, 4), torch.float32, True, (0, 1)) for n, t in sorted(edges)]
     trace = ProgramTrace(program, True, False)
     staged = StagedProgram(trace, tuple(stages), tuple(values), ((),) * count, ((None, ()),) * len(calls), tuple(last))
     order, policy = make_order(name, ranks, microbatches, chunks), policy or Policy()
