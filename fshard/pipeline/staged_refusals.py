@@ -63,11 +63,19 @@ def scattered_leaves(call: str, stages: Mapping[str, Sequence[int]]) -> PlanErro
 
 
 def writes_shared(outputs: Sequence[tuple[str, int]]) -> PlanError:
-    """Code between units that writes to results which share memory, of which another stage receives copies."""
+    """Code between units that writes to views or to results which share memory, of which other stages get copies."""
     rows = [f"output {number} of unit {call}" for call, number in outputs]
     remedy = "Write out of place (x = x + y, not x += y), or let the unit return a copy (.clone())."
     return PlanError(
-        lines("stages: code between units writes in place to results that share their memory:", rows, remedy)
+        lines("stages: code between units writes in place to results that share memory, or are views:", rows, remedy)
+    )
+
+
+def idle_last_stage(calls: Sequence[str]) -> PlanError:
+    """A last stage through none of whose units the loss has a gradient."""
+    return PlanError(
+        f"stages: no gradient goes through the units of the last stage, {', '.join(calls)}, and the backward begins "
+        f"there: cut the model so that the last stage has a unit which the loss depends on: fs.Stages(axis, cut=(2, 3))"
     )
 
 

@@ -117,12 +117,14 @@ class SourceEngine(Engine):
         needs = self.watch.of((args, kwargs))
         result = super().call(unit, params, args, kwargs)
         leaves, spec = tree.flatten(result)
+        # An argument that is handed on is another value from here: other stages get it from this call.
+        leaves = [leaf.view_as(leaf) if self.watch.knows(leaf) else leaf for leaf in leaves]
         for number, leaf in enumerate(leaves):
             if isinstance(leaf, Tensor):
                 self.watch.begin(leaf, frozenset({(len(self.records), number)}))
                 self.watch.outputs.setdefault(storage_of(leaf), []).append((len(self.records), number))
         self.records.append(_CallRecord(needs, spec, leaves))
-        return result
+        return tree.unflatten(spec, leaves)
 
 
 class SourceWatch(TorchDispatchMode):
@@ -130,7 +132,7 @@ class SourceWatch(TorchDispatchMode):
 
     Attributes:
         outputs: the outputs of units in each storage, as the numbers of call and output.
-        written: those storages to which code between units writes.
+        written: the outputs that share a storage when code between units writes to it.
     """
 
     def __init__(self, engine: SourceEngine) -> None:
@@ -139,7 +141,7 @@ class SourceWatch(TorchDispatchMode):
         self.sources: dict[int, Sources] = {}  # by tensor
         self.stored: dict[int | None, dict[int, Tensor]] = {}  # all tensors in a storage, which live as long as this
         self.outputs: dict[int | None, list[tuple[int, int]]] = {}
-        self.written: dict[int | None, None] = {}
+        self.written: set[tuple[tuple[int, int], ...]] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an op; its results come from what its arguments come from."""
@@ -162,7 +164,7 @@ class SourceWatch(TorchDispatchMode):
             for leaf in tree.leaves(given):
                 if isinstance(leaf, Tensor):
                     place = storage_of(leaf)
-                    self.written[place] = None
+                    self.written.add(tuple(self.outputs.get(place, ())))
                     for other in [leaf, *self.stored.get(place, {}).values()]:
                         self.begin(other, self._sources(other) | found)
 
@@ -177,10 +179,14 @@ class SourceWatch(TorchDispatchMode):
 
     def _sources(self, value: Tensor) -> Sources:
         """The sources of a tensor; of one that nobody noted, those of all tensors in its storage."""
-        if id(value) in self.sources and (stored := self.stored[storage_of(value)]).get(id(value)) is value:
+        if self.knows(value):
             return self.sources[id(value)]
         stored = self.stored.get(storage_of(value), {})
         return NONE.union(*[self.sources[other] for other in stored])
+
+    def knows(self, value: Any) -> bool:
+        """Tell whether the sources of a value itself are noted."""
+        return isinstance(value, Tensor) and self.stored.get(storage_of(value), {}).get(id(value)) is value
 
     def begin(self, value: Tensor, sources: Sources) -> None:
         """Note the sources of a tensor."""
@@ -303,7 +309,10 @@ def _cut(
         outside.append(tuple(paths))
     if lacking:
         raise staged_refusals.lacks_leaves(lacking, table.leaves, outside)
-    edges = tuple(_edges(needs, stages, records, {calls.index(call) for call in trace.program.backward}))
+    backward = {calls.index(call) for call in trace.program.backward}
+    if backward and count - 1 not in {stages[call] for call in backward}:
+        raise staged_refusals.idle_last_stage([str(call) for call in calls[-stages.count(count - 1) :]])
+    edges = tuple(_edges(needs, stages, records, backward))
     last = [max(number for number, stage in enumerate(stages) if stage == at) for at in range(count)]
     results = tuple([(record.spec, record.leaves) for record in records])
     return StagedProgram(trace, stages, edges, tuple(outside), results, tuple(last))
@@ -313,14 +322,25 @@ def _written(staged: StagedProgram, watch: SourceWatch) -> frozenset[tuple[int, 
     """The outputs that travel and that code between units writes to.
 
     Raises:
-        PlanError: such an output shares its memory with others, which a rank that receives it does not have.
+        PlanError: such an output shares its memory with others, which a rank that receives it does not have, or is a
+            view, of which autograd loses sight when it is written to.
     """
     sent = {(edge.call, edge.output) for edge in staged.edges}
-    places = [watch.outputs.get(storage, []) for storage in watch.written]
-    found = [place for place in places if not sent.isdisjoint(place)]
-    if shared := [place for place in found if len(place) > 1]:
+    found = [places for places in sorted(watch.written) if not sent.isdisjoint(places)]
+    backward = set(staged.trace.program.backward)
+    if shared := [
+        places
+        for places in found
+        if len(places) > 1 or _is_trained(staged, *places[0]) and staged.calls[places[0][0]] not in backward
+    ]:
         raise staged_refusals.writes_shared([(str(staged.calls[call]), output) for call, output in shared[0]])
-    return frozenset([output for place in found for output in place])
+    return frozenset([output for places in found for output in places])
+
+
+def _is_trained(staged: StagedProgram, call: int, output: int) -> bool:
+    """Tell whether an output requires grad."""
+    leaf = staged.results[call][1][output]
+    return isinstance(leaf, Tensor) and leaf.requires_grad
 
 
 def _unordered(calls: Sequence[Call], stages: Sequence[int], count: int) -> list[str]:
@@ -337,14 +357,14 @@ def _edges(
     needs: Sequence[Sources], stages: Sequence[int], records: Sequence[_CallRecord], backward: Set[int]
 ) -> list[ValueEdge]:
     """The outputs of calls that other stages need, in the order of calls; ``backward`` are calls that have one."""
-    found = []
+    found, returning = [], {stages[call] for call in backward}
     for target, sources in enumerate(needs):
         for source in sources:
             if isinstance(source, str) or stages[source[0]] == target:
                 continue
             call, output = source
             leaf = records[call].leaves[output]
-            grad = leaf.requires_grad and call in backward
+            grad = leaf.requires_grad and call in backward and target in returning
             ends, dims = (call, output, stages[call], target), _dims(leaf)
             found.append(ValueEdge(*ends, tuple(leaf.shape), leaf.dtype, grad, dims))
     return sorted(found, key=lambda edge: edge[:4])

@@ -246,6 +246,33 @@ def rotary() -> PipelineProgram:
     return PipelineProgram(_stack(Draw(9), 4), make, STACK, tokens)
 
 
+def writing() -> PipelineProgram:
+    """Code between units that writes in place to results which several stages read, also results of other layouts."""
+
+    def turned(p: Any, x: Tensor) -> Tensor:
+        return F.linear(torch.tanh(x), p["w"]).t().contiguous().t()
+
+    def carrying(p: Any, x: Tensor, carried: Tensor) -> tuple[Tensor, Tensor]:
+        return (torch.tanh(F.linear(x, p["w"])) + carried).t().contiguous().t(), carried
+
+    def make(unit: Mark) -> Any:
+        turn, carry, plain = unit(turned), unit(carrying), unit(lambda p, x: F.linear(torch.tanh(x), p["w"]))
+
+        def loss_fn(params: Any, batch: Any) -> Any:
+            x = first = plain(params["a"], batch["x"])
+            x.mul_(0.5)
+            y, same = carry(params["b"], x + 1, x)
+            z, _ = carry(params["c"], y.t().view(-1).view(WIDTH, -1).t(), same)
+            z = z + turn(params["d"], z).detach()  # a unit without a backward
+            last, _ = carry(params["e"], z, same)
+            return F.mse_loss(last + 0.3 * first, batch["y"])
+
+        return loss_fn
+
+    draw, made = Draw(11), unet()
+    return PipelineProgram({f"{name}.w": draw(WIDTH, WIDTH) for name in "abcde"}, make, tuple("abcde"), made.batch)
+
+
 def tied() -> PipelineProgram:
     """A table that the first and the last unit read, and a leaf outside of units that code between units reads."""
 
@@ -274,4 +301,4 @@ def tied() -> PipelineProgram:
     )
 
 
-PROGRAMS = {make.__name__: make for make in (stack, glue, dropout, translator, unet, experts, rotary, tied)}
+PROGRAMS = {make.__name__: make for make in (stack, glue, dropout, translator, unet, experts, rotary, writing, tied)}
