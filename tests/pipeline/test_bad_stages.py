@@ -1,0 +1,199 @@
+"""Pipelines that cannot be: each is an error on all ranks alike, before any of them sends something."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import fshard as fs
+from fshard import tree
+from tests.pipeline.programs import PROGRAMS, PipelineProgram
+from tests.pipeline.staged_runs import StagedRun, adamw, made, on_rank
+from tests.shared.bad import Raised, alike, attempt
+
+Case = tuple[Callable[[fs.Mesh], Any], str, tuple[str, ...]]
+
+
+def make(**options: Any) -> Callable[[fs.Mesh], Any]:
+    """On a rank: make a step."""
+    return lambda mesh: made(StagedRun(**options), mesh)
+
+
+def train(**options: Any) -> Callable[[fs.Mesh], Any]:
+    """On a rank: make a step and run it."""
+    return lambda mesh: on_rank(StagedRun(**options), mesh, 1)
+
+
+def given(
+    loss: Callable[[Any], Any], program: PipelineProgram | None = None, **stages: Any
+) -> Callable[[fs.Mesh], Any]:
+    """On a rank: run a step of another loss function, made of that of a program."""
+
+    def call(mesh: fs.Mesh) -> Any:
+        one = program or PROGRAMS["stack"]()
+        start = tree.nest({path: leaf.clone() for path, leaf in one.params.items()})
+        cut = fs.Stages("stage", **stages)
+        rules = [(".*", fs.fsdp("data"))]
+        plan = fs.make_plan(start, mesh, rules, batch=fs.P("data"), units=one.units, stages=cut)
+        step = fs.make_train_step(loss(one.make(fs.unit)), adamw(), plan, accumulate=4)
+        return step(fs.init_state(plan, adamw(), params=start), plan.local_batch(one.batch(0)))
+
+    return call
+
+
+def parts(mesh: fs.Mesh) -> Any:
+    """Microbatches of other shapes."""
+    step, _, state, batch = made(StagedRun(accumulate=2), mesh)
+    rows = batch(0)
+    return step(state, fs.Microbatches(tuple([tree.map(lambda x: x[cut], rows) for cut in (slice(8), slice(8, 10))])))  # noqa: B023
+
+
+def other_rows(mesh: fs.Mesh) -> Any:
+    """Each stage is given rows of its own."""
+    step, _, state, batch = made(StagedRun(), mesh)
+    return step(state, batch(mesh.rank))
+
+
+def asks(inner: Any) -> Any:
+    """A loss that values decide."""
+
+    def loss_fn(params: Any, batch: Any) -> Any:
+        found = inner(params, batch)
+        return found if found.total.detach() > 0 else found
+
+    return loss_fn
+
+
+def penalty(inner: Any) -> Any:
+    """A loss that reads leaves of all stages."""
+    return lambda params, batch: inner(params, batch).total + params["embed"]["w"].square().sum()
+
+
+def backwards() -> PipelineProgram:
+    """Units that are called in another order than they have in the tree."""
+    stack = PROGRAMS["stack"]()
+    names = ["head.w", *[path for path in stack.params if path != "head.w"]]
+    return PipelineProgram({name: stack.params[name] for name in names}, stack.make, stack.units, stack.batch)
+
+
+PLANS: dict[str, Case] = {
+    "an empty stage": (make(stages={"cut": (6, 0)}), "PlanError", ("stage 1 has 0 units",)),
+    "counts that do not sum": (make(stages={"cut": (2, 3)}), "PlanError", ("sum to 5", "6 units")),
+    "three counts": (make(stages={"cut": (2, 2, 2)}), "PlanError", ("3 counts and 2 stages",)),
+    "a glob of nothing": (make(stages={"cut": ("embed", "nope.*")}), "PlanError", ("'nope.*' matches no unit",)),
+    "no way to cut": (make(stages={"cut": "even"}), "PlanError", ("'even'", '"balanced"')),
+    "more stages than units": (make(stages={"chunks": 4}), "PlanError", ("8 stages and 6 units",)),
+    "a data axis": (make(plan={"batch": fs.P(("stage", "data"))}), "PlanError", ("batch= names this axis",)),
+    "flat over stages": (make(rules=((".*", fs.fsdp("stage")),)), "PlanError", ("'stage' is not gathered",)),
+    "a dim over stages": (
+        make(rules=((r"embed\.w", fs.P("stage")), (".*", fs.fsdp("data")))),
+        "PlanError",
+        ("specs name 'stage'", "embed.w"),
+    ),
+    "a leaf of a unit": (make(stages={"leaves": [(r"head\.w", 0)]}), "PlanError", ("no leaf outside of units",)),
+    "no regular expression": (make(stages={"leaves": [("(", 0)]}), "PlanError", ("no pairs", "('(', 0)")),
+    "no pair": (make(stages={"leaves": ["abc"]}), "PlanError", ("no pairs", "'abc'")),
+    "no such stage": (make(program="tied", stages={"leaves": [("scale", 7)]}), "PlanError", ("7", "0 to 1")),
+    "auto": (make(step={"schedule": "auto"}), "PlanError", ("does not choose schedules of stages",)),
+    "an unknown order": (make(policy={"pipeline": "1f2b"}), "PlanError", ("1f2b", "the closest is '1f1b'")),
+    "zbv in a loop": (make(policy={"pipeline": "zbv"}, stages={"chunks": 2}), "PlanError", ('placement="v"',)),
+    "interleaved, alone": (make(policy={"pipeline": "interleaved"}), "PlanError", ("chunks=1", "gpipe")),
+    "1f1b, two chunks": (make(policy={"pipeline": "1f1b"}, stages={"chunks": 2}), "PlanError", ("chunks=2",)),
+}
+STEPS: dict[str, Case] = {
+    "rows that do not divide": (train(accumulate=5), "PlanError", ("microbatch 4 has other shapes",)),
+    "too few rows": (train(accumulate=48), "BatchError", ("24 rows", "accumulate=48")),
+    "unequal microbatches": (parts, "PlanError", ("microbatch 1 has other shapes",)),
+    "rows of each stage": (other_rows, "BatchError", ("different rows", "plan.local_batch")),
+    "a mean in the backward": (
+        train(policy={"update": "in_backward"}, step={"clip_norm": None}),
+        "LossError",
+        ("fs.Mean", "in_backward"),
+    ),
+    "values": (given(asks), "PlanError", ("depends on values of tensors",)),
+    "a leaf of another stage": (given(penalty), "PlanError", ("embed.w is read on stage 1", "held by stage 0")),
+    "calls in another order": (
+        given(lambda inner: inner, backwards()),
+        "PlanError",
+        ("_logits(head.w)", "is called after", "the order of their calls"),
+    ),
+    "a leaf elsewhere": (
+        given(lambda inner: inner, PROGRAMS["tied"](), leaves=[("bias", -1)]),
+        "PlanError",
+        ("is called after",),
+    ),
+    "other cuts": (
+        lambda mesh: on_rank(StagedRun(stages={"cut": (2, 4) if mesh.rank else (3, 3)}), mesh, 1),
+        "ReplicationError",
+        ("stages of blocks.1.up: rank 0: (0,), rank 1: (1,)",),
+    ),
+    "other orders": (
+        lambda mesh: on_rank(StagedRun(policy={"pipeline": "gpipe" if mesh.rank else "1f1b"}), mesh, 1),
+        "ReplicationError",
+        ("schedule.pipeline: rank 0: '1f1b', rank 1: 'gpipe'",),
+    ),
+    "other numbers": (
+        lambda mesh: on_rank(StagedRun(accumulate=4 if mesh.rank else 2), mesh, 1),
+        "ReplicationError",
+        ("accumulate: rank 0: 2, rank 1: 4",),
+    ),
+}
+
+
+def raised(call: Callable[[fs.Mesh], Any]) -> list[Raised | None]:
+    """What each of two ranks raises."""
+    mesh = fs.virtual_mesh((2, 1), ("stage", "data"))
+    return [*mesh.run(lambda: attempt(lambda: call(mesh)))]
+
+
+@pytest.mark.parametrize(("call", "kind", "says"), PLANS.values(), ids=PLANS.keys())
+def test_bad_plans(call: Callable[[fs.Mesh], Any], kind: str, says: tuple[str, ...]) -> None:
+    """What a plan or a step cannot be is said when it is made."""
+    found = [None if one is None else Raised(one.kinds, one.text.split("\non rank ")[0]) for one in raised(call)]
+    alike(found, kind, says)
+
+
+@pytest.mark.parametrize(("call", "kind", "says"), STEPS.values(), ids=STEPS.keys())
+def test_bad_steps(call: Callable[[fs.Mesh], Any], kind: str, says: tuple[str, ...]) -> None:
+    """What a step finds is said on all ranks."""
+    found = raised(call)
+    for one in found:
+        assert one is not None and kind in one.kinds, found
+        assert not [part for part in says if part not in one.text], one.text
+
+
+def test_own_errors() -> None:
+    """What the function itself raises in its trace is raised on all ranks."""
+    found = raised(given(lambda inner: lambda params, batch: 1 / 0))
+    assert all(one is not None and "division by zero" in one.text for one in found)
+
+
+def test_order_without_stages() -> None:
+    """``pipeline=`` needs stages."""
+    mesh = fs.virtual_mesh((2,), ("data",))
+    run = StagedRun(policy={"pipeline": "gpipe"})
+    with pytest.raises(fs.errors.PlanError, match="the plan has no stages"):
+        mesh.run(lambda: made(run, mesh))
+
+
+def test_state_after_refusals() -> None:
+    """A refused step leaves the state: the next one has the bits of a run without it."""
+    mesh = fs.virtual_mesh((2, 1), ("stage", "data"))
+
+    def rank() -> list[list[float]]:
+        out = []
+        for refused in (True, False):
+            step, plan, state, batch = made(StagedRun(), mesh)
+            losses = []
+            for number in range(3):
+                if refused:
+                    bad = {name: x[: 10 + mesh.rank] for name, x in batch(number).items()}
+                    assert attempt(lambda: step(state, bad)) is not None  # noqa: B023
+                state, metrics = step(state, batch(number))
+                losses += [metrics.loss.item(), metrics.grad_norm.item()]
+            out.append(losses)
+        return out
+
+    for refused, without in mesh.run(rank):
+        assert refused == without and all(torch.tensor(without).isfinite())
