@@ -137,7 +137,9 @@ class SourceWatch(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.engine = engine
         self.sources: dict[int, Sources] = {}  # by tensor
-        self.stored: dict[int | None, dict[int, Tensor]] = {}  # all tensors in a storage, which live as long as this
+        self.by_storage: dict[
+            int | None, dict[int, Tensor]
+        ] = {}  # all tensors in a storage, which live as long as this
         self.outputs: dict[int | None, list[tuple[int, int]]] = {}
         self.written: dict[int | None, None] = {}
 
@@ -163,7 +165,7 @@ class SourceWatch(TorchDispatchMode):
                 if isinstance(leaf, Tensor):
                     place = storage_of(leaf)
                     self.written[place] = None
-                    for other in [leaf, *self.stored.get(place, {}).values()]:
+                    for other in [leaf, *self.by_storage.get(place, {}).values()]:
                         self.begin(other, self._sources(other) | found)
 
     def of(self, values: Any) -> Sources:
@@ -177,15 +179,15 @@ class SourceWatch(TorchDispatchMode):
 
     def _sources(self, value: Tensor) -> Sources:
         """The sources of a tensor; of one that nobody noted, those of all tensors in its storage."""
-        if id(value) in self.sources and (stored := self.stored[storage_of(value)]).get(id(value)) is value:
+        if id(value) in self.sources and self.by_storage[storage_of(value)].get(id(value)) is value:
             return self.sources[id(value)]
-        stored = self.stored.get(storage_of(value), {})
+        stored = self.by_storage.get(storage_of(value), {})
         return NONE.union(*[self.sources[other] for other in stored])
 
     def begin(self, value: Tensor, sources: Sources) -> None:
         """Note the sources of a tensor."""
         self.sources[id(value)] = sources
-        self.stored.setdefault(storage_of(value), {})[id(value)] = value
+        self.by_storage.setdefault(storage_of(value), {})[id(value)] = value
 
     def leaves_of(self, engine: Engine) -> None:
         """Note the leaves themselves, whose views have no slot."""
