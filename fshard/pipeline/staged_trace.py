@@ -139,7 +139,7 @@ class SourceWatch(TorchDispatchMode):
         self.sources: dict[int, Sources] = {}  # by tensor
         self.by_storage: dict[
             int | None, dict[int, Tensor]
-        ] = {}  # all tensors in a storage, which live as long as this
+        ] = {}  # all tensors in it, which live as long as this
         self.outputs: dict[int | None, list[tuple[int, int]]] = {}
         self.written: dict[int | None, None] = {}
 
