@@ -137,9 +137,7 @@ class SourceWatch(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.engine = engine
         self.sources: dict[int, Sources] = {}  # by tensor
-        self.by_storage: dict[
-            int | None, dict[int, Tensor]
-        ] = {}  # all tensors in it, which live as long as this
+        self.by_storage: dict[int | None, dict[int, Tensor]] = {}  # all tensors in it, which live as long as this
         self.outputs: dict[int | None, list[tuple[int, int]]] = {}
         self.written: dict[int | None, None] = {}
 
