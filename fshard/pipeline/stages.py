@@ -64,6 +64,9 @@ class Stages:
         if self.chunks < 1:
             raise PlanError(f"fs.Stages(chunks={self.chunks}): each rank has at least one stage")
         object.__setattr__(self, "cut", self.cut if isinstance(self.cut, str) else tuple(self.cut))
+        if bad := [repr(pair) for pair in self.leaves if not _is_pair(pair)]:
+            remedy = 'Give a regular expression and a stage, or several: [("norm.*", -1), ("table", (0, -1))].'
+            raise PlanError(lines("fs.Stages(leaves=): no pairs of a pattern and stages:", bad, remedy))
         object.__setattr__(self, "leaves", tuple([tuple(pair) for pair in self.leaves]))
 
     def table(self, facts: StageFacts, mesh: Mesh) -> StageTable:
@@ -114,15 +117,26 @@ class Stages:
         for path, unit in facts.owners.items():
             now = units.get(unit, now)
             named = [number for number, (pattern, _) in enumerate(self.leaves) if re.fullmatch(pattern, path)]
-            used.update(named)
+            used.update(named if unit == ROOT else ())
             found[path] = _numbers(self.leaves[named[0]][1], count) if named and unit == ROOT else {now}
         for alias, path in facts.aliases.items():
             above = [alias.rsplit(".", depth)[0] for depth in range(1, alias.count(".") + 1)]
             found[path].add(next((units[prefix] for prefix in above if prefix in units), count - 1))
         idle = [repr(pattern) for number, (pattern, _) in enumerate(self.leaves) if number not in used]
         if idle:
-            raise PlanError(lines("fs.Stages(leaves=): patterns match no leaf:", idle, "Patterns match whole paths."))
+            remedy = "Patterns match whole paths; leaves of units are where their units are, so cut= moves them."
+            raise PlanError(lines("fs.Stages(leaves=): patterns match no leaf outside of units:", idle, remedy))
         return {path: tuple(sorted(stages)) for path, stages in found.items()}
+
+
+def _is_pair(pair: Any) -> bool:
+    """Tell whether this is a regular expression with something that may be stages."""
+    try:
+        pattern, stages = pair
+        re.compile(pattern)
+    except (TypeError, ValueError, re.error):
+        return False
+    return isinstance(stages, int | list | tuple)
 
 
 def _numbers(stages: Any, count: int) -> set[int]:

@@ -60,7 +60,7 @@ class Inputs:
     def plan(self, mesh: Mesh, batch: P, precision: Precision) -> "Plan":
         decided = match(self.rules, self.shapes)
         check_specs({path: (d.at_rest, d.compute) for path, d in decided.items()}, self.shapes, mesh, batch.axes)
-        stages = stages_of(self, mesh, batch)
+        stages = stages_of(self, decided, mesh, batch)
         leaves = resolve_leaves(self, decided, mesh, batch, precision)
         check_rounding(leaves)
         check_wires(leaves.values(), mesh, batch.axes)

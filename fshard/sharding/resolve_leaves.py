@@ -13,7 +13,7 @@ from fshard.sharding.leaf import Leaf
 from fshard.sharding.mesh import Mesh
 from fshard.sharding.rules import Decision
 from fshard.sharding.spec import P, Shape
-from fshard.sharding.stage_table import StageCut, StageFacts, StageTable
+from fshard.sharding.stage_table import StageCut, StageFacts, StageTable, refuse_cut_leaves
 from fshard.sharding.validate import check_aligned, check_kinds, check_opt, check_trainable
 from fshard.sharding.wire import Wire, packed_format
 
@@ -50,16 +50,19 @@ class LeafInputs(Protocol):
         """The stages of a pipeline."""
 
 
-def stages_of(source: LeafInputs, mesh: Mesh, batch: P) -> StageTable | None:
+def stages_of(source: LeafInputs, decided: Mapping[str, Decision], mesh: Mesh, batch: P) -> StageTable | None:
     """The stages of a plan; None of one without.
 
     Raises:
-        PlanError: the model cannot be cut so.
+        PlanError: the model cannot be cut so, or a leaf is cut along the axis of stages.
     """
     if source.stages is None:
         return None
     nbytes = {path: math.prod(shape) * source.dtypes[path].itemsize for path, shape in source.shapes.items()}
-    return source.stages.table(StageFacts(source.shapes, nbytes, source.owners, source.aliases, batch.axes), mesh)
+    table = source.stages.table(StageFacts(source.shapes, nbytes, source.owners, source.aliases, batch.axes), mesh)
+    specs = {path: [spec for spec in (d.at_rest, d.compute, d.opt) if spec is not None] for path, d in decided.items()}
+    refuse_cut_leaves(table, [path for path, some in specs.items() if any(table.axis in spec.axes for spec in some)])
+    return table
 
 
 def resolve_leaves(

@@ -1,10 +1,10 @@
 """The stages of a pipeline as a plan holds them: which ranks hold each, and which stages each unit and leaf is on."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from fshard.errors import PlanError
+from fshard.errors import PlanError, lines
 from fshard.sharding.mesh import Axes, Mesh
 from fshard.sharding.spec import Shape
 
@@ -56,6 +56,17 @@ def refuse_stages(call: str, plan: Any) -> None:
             f"fs.unshard(state.params, plan) gives whole tensors; a checkpoint of the state can be restored on a plan "
             f"without stages="
         )
+
+
+def refuse_cut_leaves(table: StageTable, cut: Sequence[str]) -> None:
+    """Refuse leaves that are cut along the axis of stages, whose ranks hold other leaves.
+
+    Raises:
+        PlanError: there are such leaves.
+    """
+    if cut:
+        remedy = "Let rules shard these leaves over other axes."
+        raise PlanError(lines(f"specs name {table.axis!r}, along which the stages of a pipeline lie:", cut, remedy))
 
 
 @dataclass(frozen=True)

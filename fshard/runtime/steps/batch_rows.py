@@ -1,7 +1,7 @@
 """Rows of batches: a global batch is cut evenly over the ranks, and copies of a part are equal; else means err."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import Tensor
@@ -32,6 +32,7 @@ class BatchRows:
         idle: the axes along which ranks do all alike: no spec names them.
         alike: by rank, a number for the ranks that must have the same batch; empty where that is not compared.
         spec: that of the batch, for errors.
+        staged: the axis of the stages of a pipeline; empty without.
     """
 
     further: tuple[int, ...] = ()
@@ -39,6 +40,7 @@ class BatchRows:
     idle: Axes = ()
     alike: tuple[int, ...] = ()
     spec: P = P()  # noqa: RUF009 - a frozen value
+    staged: str = field(default="", repr=False)
 
     def of(self, trains: bool, axes: Sequence[Axes]) -> "BatchRows":
         """The same for one program: a copy of a batch may differ where nothing trains, or ranks exchange values.
@@ -73,7 +75,7 @@ class BatchRows:
         rank = next(
             r for r, (share, row) in enumerate(zip(self.alike, told, strict=True)) if row[NUMBERS] != first[share]
         )
-        return unlike_rows(self.alike.index(self.alike[rank]), rank, self.idle, self.spec)
+        return unlike_rows(self.alike.index(self.alike[rank]), rank, self.idle, self.spec, self.staged)
 
     def uneven(self, told: Sequence[Sequence[int]]) -> list[str]:
         """Say how the batches are unequal, a line a rank; nothing if they are not.
@@ -114,7 +116,8 @@ def rows_of(plan: Plan) -> BatchRows:
     idle = _idle_axes(plan)
     others = tuple([axis for axis in mesh.axis_names if axis not in idle])
     alike = tuple([mesh.index(others, rank) for rank in range(mesh.size)]) if idle else ()
-    return BatchRows(further, shared, idle, alike, spec)
+    whole = plan.whole or plan
+    return BatchRows(further, shared, idle, alike, spec, whole.stages.axis if whole.stages is not None else "")
 
 
 def _idle_axes(plan: Plan) -> Axes:
@@ -129,8 +132,14 @@ def _content(batch: Any) -> int:
     return digest([bits(x) for x in tree.leaves(batch) if isinstance(x, Tensor)])
 
 
-def unlike_rows(one: int, other: int, idle: Axes, spec: P) -> BatchError:
+def unlike_rows(one: int, other: int, idle: Axes, spec: P, staged: str = "") -> BatchError:
     """The error of ranks that are given different rows, and update by gradients that nothing sums between them."""
+    if idle == (staged,):
+        return BatchError(
+            f"ranks {one} and {other} have different rows, but hold stages of one pipeline, which lie along {staged}, "
+            f"and the stages of a microbatch compute on the same rows: give these ranks the same rows, as "
+            f"plan.local_batch does. Nothing was updated, and the state can be used."
+        )
     axes = (*idle, *(axes_of(spec.dims[0]) if spec.dims else ()))
     remedy = P(axes if len(axes) > 1 else axes[0], *spec.dims[1:])
     return BatchError(
