@@ -125,7 +125,10 @@ def _takes_scale(kind: type) -> bool:
 def _divided_update(
     opt: Optimizer, params: list[Tensor], grads: list[Tensor], states: list[State], **more: Any
 ) -> None:
-    unscale(grads, more.get("grad_scale"))
+    scale = more.get("grad_scale")
+    if scale is not None:  # copies are divided: a rule that fails is called once more, with the gradients as they were
+        grads = [grad.clone() for grad in grads]
+        unscale(grads, scale)
     opt.update(params, grads, states, **{**more, "grad_scale": None})
 
 

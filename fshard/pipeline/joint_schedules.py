@@ -1,8 +1,10 @@
 """The schedules of all positions of a pipeline, built and checked together."""
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
+from dataclasses import replace
 
 from fshard.errors import ScheduleError
+from fshard.patterns import glob_matches
 from fshard.pipeline.check_joint import check_joint
 from fshard.pipeline.orders import PipelineOrder
 from fshard.pipeline.rank_program import Lane, RankProgram, rank_program
@@ -10,7 +12,7 @@ from fshard.pipeline.staged_trace import StagedProgram
 from fshard.schedule.build import build
 from fshard.schedule.check import check
 from fshard.schedule.ops import GroupInfo
-from fshard.schedule.policy import Policy
+from fshard.schedule.policy import Keep, Policy
 from fshard.schedule.schedule import Schedule
 from fshard.sharding.plan import Plan
 
@@ -46,7 +48,10 @@ def joint_schedules(
             rank_program(staged, plan, infos, order, position, train, most)
             for position, (plan, infos) in enumerate(plans)
         ]
-        schedules = [build(one.step, one.infos, policy, 1, train) for one in programs]
+        units = [{call.unit for call in one.program.forward} for one in programs]
+        policies = [policy_of(policy, own, set.union(*units)) for own in units]
+        pairs = zip(programs, policies, strict=True)
+        schedules = [build(one.step, one.infos, its, 1, train) for one, its in pairs]
         lanes = {name: kind.lane for one in programs for name, kind in one.messages.items()}
         for schedule in schedules:
             check(schedule)
@@ -58,3 +63,27 @@ def joint_schedules(
             most = min(2 * most, order.microbatches)
         else:
             return programs, schedules, sorted(set(lanes.values()))
+
+
+def policy_of(policy: Policy, own: Set[str], called: Set[str]) -> Policy:
+    """The policy of a position: of the units that ``fs.keep`` names, those that are called there.
+
+    Args:
+        policy: that of the step.
+        own: the units that are called at the position.
+        called: those of all positions.
+
+    >>> from fshard.schedule.policy import keep
+    >>> policy_of(Policy(reshard=keep("a", "b")), {"b"}, {"a", "b"}).reshard
+    Keep(units=('b',), last=0)
+    """
+    kept = policy.reshard
+    if not isinstance(kept, Keep):
+        return policy
+    elsewhere = [
+        pattern
+        for pattern in kept.units
+        if not any(glob_matches(pattern, unit) for unit in own) and any(glob_matches(pattern, unit) for unit in called)
+    ]
+    left = tuple([pattern for pattern in kept.units if pattern not in elsewhere])
+    return replace(policy, reshard=replace(kept, units=left) if left or kept.last else True)

@@ -139,7 +139,7 @@ class SourceWatch(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.engine = engine
         self.sources: dict[int, Sources] = {}  # by tensor
-        self.stored: dict[int | None, dict[int, Tensor]] = {}  # all tensors in a storage, which live as long as this
+        self.by_storage: dict[int | None, dict[int, Tensor]] = {}  # all tensors in it, which live as long as this
         self.outputs: dict[int | None, list[tuple[int, int]]] = {}
         self.written: set[tuple[tuple[int, int], ...]] = set()
 
@@ -165,7 +165,7 @@ class SourceWatch(TorchDispatchMode):
                 if isinstance(leaf, Tensor):
                     place = storage_of(leaf)
                     self.written.add(tuple(self.outputs.get(place, ())))
-                    for other in [leaf, *self.stored.get(place, {}).values()]:
+                    for other in [leaf, *self.by_storage.get(place, {}).values()]:
                         self.begin(other, self._sources(other) | found)
 
     def of(self, values: Any) -> Sources:
@@ -181,17 +181,17 @@ class SourceWatch(TorchDispatchMode):
         """The sources of a tensor; of one that nobody noted, those of all tensors in its storage."""
         if self.knows(value):
             return self.sources[id(value)]
-        stored = self.stored.get(storage_of(value), {})
+        stored = self.by_storage.get(storage_of(value), {})
         return NONE.union(*[self.sources[other] for other in stored])
 
     def knows(self, value: Any) -> bool:
         """Tell whether the sources of a value itself are noted."""
-        return isinstance(value, Tensor) and self.stored.get(storage_of(value), {}).get(id(value)) is value
+        return isinstance(value, Tensor) and self.by_storage.get(storage_of(value), {}).get(id(value)) is value
 
     def begin(self, value: Tensor, sources: Sources) -> None:
         """Note the sources of a tensor."""
         self.sources[id(value)] = sources
-        self.stored.setdefault(storage_of(value), {})[id(value)] = value
+        self.by_storage.setdefault(storage_of(value), {})[id(value)] = value
 
     def leaves_of(self, engine: Engine) -> None:
         """Note the leaves themselves, whose views have no slot."""

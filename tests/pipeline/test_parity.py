@@ -76,6 +76,7 @@ OPTIONS = {
     "full": StagedRun("tied", (2, 2), stages=LOOP, policy={"accumulation": "full"}, opt=sgd),
     "kept": StagedRun(policy={"reshard": False}, **GRID),
     "some kept": StagedRun(policy={"reshard": fs.keep(last=1)}, **GRID),
+    "some kept, by name": StagedRun(policy={"reshard": fs.keep("_feed(blocks.0)", "_logits(**")}, **GRID),
     "secondary": StagedRun(
         sizes=(2, 2, 2),
         axes=("stage", "far", "data"),
