@@ -309,13 +309,23 @@ def _cut(
         outside.append(tuple(paths))
     if lacking:
         raise staged_refusals.lacks_leaves(lacking, table.leaves, outside)
-    backward = {calls.index(call) for call in trace.program.backward}
-    if backward and count - 1 not in {stages[call] for call in backward}:
-        raise staged_refusals.idle_last_stage([str(call) for call in calls[-stages.count(count - 1) :]])
+    backward = _backward(calls, stages, trace.program.backward)
     edges = tuple(_edges(needs, stages, records, backward))
     last = [max(number for number, stage in enumerate(stages) if stage == at) for at in range(count)]
     results = tuple([(record.spec, record.leaves) for record in records])
     return StagedProgram(trace, stages, edges, tuple(outside), results, tuple(last))
+
+
+def _backward(calls: Sequence[Call], stages: Sequence[int], backward: Sequence[Call]) -> set[int]:
+    """The numbers of the calls that have a backward.
+
+    Raises:
+        PlanError: there are such calls, and none of the last stage, where the backward begins.
+    """
+    found, last = {calls.index(call) for call in backward}, max(stages)
+    if found and last not in {stages[call] for call in found}:
+        raise staged_refusals.idle_last_stage([str(call) for call in calls[-stages.count(last) :]])
+    return found
 
 
 def _written(staged: StagedProgram, watch: SourceWatch) -> frozenset[tuple[int, int]]:

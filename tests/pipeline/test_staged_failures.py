@@ -95,7 +95,7 @@ CASES = [
 ]
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(5)
 @pytest.mark.parametrize(("where", "stage", "order", "stages"), CASES)
 def test_a_stage_fails(where: str, stage: int, order: str, stages: dict[str, Any]) -> None:
     """The error is told to all ranks; steps after it have the bits of a run without it."""
