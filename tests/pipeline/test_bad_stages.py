@@ -77,6 +77,34 @@ def backwards() -> PipelineProgram:
     return PipelineProgram({name: stack.params[name] for name in names}, stack.make, stack.units, stack.batch)
 
 
+def linked(between: Callable[[Any, torch.Tensor], torch.Tensor]) -> PipelineProgram:
+    """Four maps; ``between(unit, x)`` gives the loss function's code around the last one."""
+    made = PROGRAMS["unet"]()
+
+    def make(unit: Any) -> Any:
+        one = unit(lambda p, x: (y := x @ p["w"], y[:, :4]))
+
+        def loss_fn(params: Any, batch: Any) -> Any:
+            x, half = one(params["a"], batch["x"])
+            x, _ = one(params["b"], x + 0 * half.sum())
+            return between(lambda y: one(params["c"], y), x).square().mean()
+
+        return loss_fn
+
+    return PipelineProgram({f"{name}.w": torch.eye(8) for name in "abc"}, make, ("a", "b", "c"), made.batch)
+
+
+def detached(unit: Any, x: torch.Tensor) -> torch.Tensor:
+    """No gradient goes through the last unit."""
+    return x + unit(x)[0].detach()
+
+
+def shared_write(unit: Any, x: torch.Tensor) -> torch.Tensor:
+    """Writes to the result of a unit of which another result is a part."""
+    x.mul_(0.5)
+    return unit(x)[0]
+
+
 PLANS: dict[str, Case] = {
     "an empty stage": (make(stages={"cut": (6, 0)}), "PlanError", ("stage 1 has 0 units",)),
     "counts that do not sum": (make(stages={"cut": (2, 3)}), "PlanError", ("sum to 5", "6 units")),
@@ -117,6 +145,16 @@ STEPS: dict[str, Case] = {
         given(lambda inner: inner, backwards()),
         "PlanError",
         ("_logits(head.w)", "is called after", "the order of their calls"),
+    ),
+    "a last stage without a backward": (
+        given(lambda inner: inner, linked(detached)),
+        "PlanError",
+        ("no gradient goes through the units of the last stage",),
+    ),
+    "a write to shared memory": (
+        given(lambda inner: inner, linked(shared_write)),
+        "PlanError",
+        ("writes in place to results that share memory", "output 0 of unit", ".clone()"),
     ),
     "a leaf elsewhere": (
         given(lambda inner: inner, PROGRAMS["tied"](), leaves=[("bias", -1)]),

@@ -100,6 +100,7 @@ def param(cases: dict[str, StagedRun]) -> Any:
     return pytest.mark.parametrize("run", cases.values(), ids=cases.keys())
 
 
+@pytest.mark.sample(2)
 @param(PROGRAMS)
 def test_programs(run: StagedRun) -> None:
     """Edges over stages, skips, several outputs, masks, tables, writes in place and tied leaves."""
@@ -127,7 +128,7 @@ def test_parted_backwards(run: StagedRun) -> None:
     assert [text for text in problems(run) if "where the schedule says" not in text] == []
 
 
-@pytest.mark.sample(6)
+@pytest.mark.sample(8)
 @param(OPTIONS)
 def test_options(run: StagedRun) -> None:
     """What steps and plans without stages have, too."""
@@ -153,7 +154,7 @@ ALONE = {
 }
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(6)
 @pytest.mark.parametrize(("run", "near"), ALONE.values(), ids=ALONE.keys())
 def test_like_without_stages(run: StagedRun, near: parity.Near) -> None:
     """Formats and optimizers whose results differ from a plain process, as they do without stages."""
