@@ -18,6 +18,7 @@ from fshard.errors import UnitError
 from fshard.model.instance import LeftCall
 from fshard.model.leaves import LeafOrder
 from fshard.model.unit import Slot, Unit, attach, slot_of
+from fshard.pipeline.absent_values import AbsentResults
 from fshard.pipeline.parted_backward import PartedBackward
 from fshard.pipeline.staged_trace import StagedProgram
 from fshard.runtime.engine.engine import Engine, Executor, Sink, Traits
@@ -70,13 +71,14 @@ class StageEngine(Engine):
 
     def absent_in(self, mode: FakeTensorMode) -> None:
         """Make the values and leaves of other stages as fake tensors of a mode."""
-        with mode:
-            self._absent = [[_absent(leaf) for leaf in leaves] for _, leaves in self.staged.results]
-            self._trees = {stage: self._tree(stage) for stage in self._trees}
+        self.results = {stage: AbsentResults(mode) for stage in self._trees}
+        self._trees = {stage: self._tree(stage) for stage in self._trees}
+        self._absent = {stage: self._values(results) for stage, results in self.results.items()}
 
     def absent(self) -> Iterator[Tensor]:
         """All values and leaves that have no data."""
-        yield from (leaf for leaves in self._absent for leaf in leaves if isinstance(leaf, Tensor))
+        for values in self._absent.values():
+            yield from (leaf for leaves in values for leaf in leaves if isinstance(leaf, Tensor))
         for stage, params in self._trees.items():
             held = self.staged.outside[stage]
             yield from (leaf for path, leaf in tree.paths(params) if path not in held)
@@ -95,6 +97,7 @@ class StageEngine(Engine):
             What the function returned, on the last stage; else None.
         """
         self.stage, self.position, self.received, self.keep = stage, 0, received, keep
+        self.results[stage].begin()
         try:
             return fn(self._trees[stage], batch)
         except StageOver:
@@ -240,8 +243,15 @@ class StageEngine(Engine):
     def _elsewhere(self, number: int) -> Any:
         """The result of a call of another stage."""
         spec, _ = self.staged.results[number]
-        leaves = [self.received.get((number, output), leaf) for output, leaf in enumerate(self._absent[number])]
+        leaves = [self.received.get((number, output), leaf) for output, leaf in enumerate(self._absent[self.stage][number])]
         return self._writable(number, tree.unflatten(spec, leaves))
+
+    def _values(self, results: AbsentResults) -> list[list[Any]]:
+        """The results of all calls without data; what is no tensor is as it was when the program was traced."""
+        return [
+            [results.like(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+            for _, leaves in self.staged.results
+        ]
 
     def _held(self, unit: Unit, params: Any) -> Any:
         """The slot leaves in the place of a tree of leaves as code between units sees them."""
@@ -272,7 +282,7 @@ class StageEngine(Engine):
                 leaves[path] = self.slots.by_path[path]
                 continue
             group, _ = whole.places()[path]
-            leaves[path] = torch.empty(leaf.compute_shape, dtype=group.compute_dtype, device=self.plan.mesh.device)
+            leaves[path] = self.results[stage].empty(leaf.compute_shape, group.compute_dtype, self.plan.mesh.device)
             attach(leaves[path], Slot(self, path, casting, leaf.shape))
         order = LeafOrder("params", whole.leaves)
         return order.tree([leaves[path] for path in order.paths])
@@ -280,10 +290,3 @@ class StageEngine(Engine):
 
 def _forget(place: tuple[int, int], value: Tensor) -> None:
     """Keep nothing: no stage runs."""
-
-
-def _absent(leaf: Any) -> Any:
-    """A value without data; what is no tensor is as it was when the program was traced."""
-    if not isinstance(leaf, Tensor):
-        return leaf
-    return torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device=leaf.device)
