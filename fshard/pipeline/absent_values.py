@@ -1,7 +1,7 @@
 """Values without data: what units of other stages compute, as the code of a loss function meets it.
 
-An *absent* value is a fake tensor: it has a shape and no data, and so has whatever is computed from it. The code between
-units does the same with absent values in each microbatch. So the first one runs it on fake tensors, which takes
+An *absent* value is a fake tensor: it has a shape and no data, and so has whatever is computed from it. The code
+between units does the same with absent values in each microbatch. So the first one runs it on fake tensors, which takes
 PyTorch some hundred microseconds an op, and the others find each result where the first one left it.
 """
 
@@ -77,14 +77,14 @@ class AbsentResults:
         at, self.at = self.at, self.at + 1
         if at < len(self.entries):
             entry = self.entries[at]
-            if entry.func is func and _equal(entry.args, args) and _equal(entry.kwargs, kwargs):
-                return list(entry.result) if type(entry.result) is list else entry.result
+            if entry.func == func and _equal(entry.args, args) and _equal(entry.kwargs, kwargs):
+                return _given(entry.result)
             del self.entries[at:]
         with DisableTorchFunctionSubclass(), torch.no_grad():  # no value that a loss is made of comes from here
             result = tree.mapped(self._own, func(*args, **kwargs))
         if len(self.entries) == at:
             self.entries.append(_Entry(func, _described(args), _described(kwargs), result))
-        return result
+        return _given(result)
 
     def _own(self, value: Any) -> Any:
         """Have the results of a fake tensor be looked up, too."""
@@ -124,6 +124,11 @@ def _described(value: Any) -> Any:
     if type(value) is dict:
         return {key: _described(x) for key, x in value.items()}
     return value
+
+
+def _given(result: Any) -> Any:
+    """A result that the caller may change: a list of its own."""
+    return list(result) if type(result) is list else result
 
 
 def _is_strided(value: Tensor) -> bool:

@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from fshard import tree
@@ -59,7 +58,8 @@ class StageEngine(Engine):
         self.staged, self.stage, self.position = staged, -1, 0
         self.received: Received = {}
         self.keep: Keep = _forget
-        self.leaves_wait = self.marked = self.unsettled = False
+        self.leaves_wait = self.marked = self.unsettled = self.weighs = False
+        self.due: list[Call] = []
         self._trees: dict[int, Any] = dict.fromkeys(stages)
         self.absent_in(FakeTensorMode(allow_non_fake_inputs=True))
         self._real: dict[Unit, tuple[Any, Any]] = {}
@@ -121,40 +121,64 @@ class StageEngine(Engine):
             done()
             self._leave()
 
-    def backward_of_inputs(self, parted: PartedBackward, done: Callable[[], None]) -> None:
+    def backward_of_inputs(self, parted: PartedBackward, calls: Sequence[Call], done: Callable[[], None]) -> None:
         """Run the first part of a backward, of the inputs of a stage.
 
         Args:
             parted: the backward.
+            calls: the calls of the stage, in the order of their backwards. Some may not lie between outputs and inputs.
             done: called when the gradients are there.
         """
-        self.leaves_wait = True
+
+        def run() -> None:
+            parted.of_inputs()
+            self._pass_over(None)
+
+        self.leaves_wait, self.due = True, list(calls)
         try:
-            self.backward(parted.of_inputs, done)
+            self.backward(run, done)
         finally:
-            self.leaves_wait = False
+            self.leaves_wait, self.due = False, []
 
     def backward_of_leaves(self, parted: PartedBackward, calls: Sequence[Call]) -> None:
         """Run the second part of a backward, of the leaves of a stage, unit by unit.
 
         Args:
-            parted: the backward.
+            parted: the backward. Where nothing goes back to other stages, this part is all of it.
             calls: the calls of the stage, in the order of their backwards.
         """
         assert self.executor is not None
         with self._differentiating():
-            self.marked = True  # the hooks of the first part
+            self.weighs, self.marked = not parted.inputs, bool(parted.inputs)  # by the hooks of the first part
             try:
-                for call in calls:
-                    sinks = self.units.reads[call.unit].sinks
-                    self.executor.reach("weight", call.unit, call.index)
-                    parted.of_leaves({id(leaf): leaf for _, _, leaves in sinks for leaf in leaves})
-                    for sink in sinks:
-                        self._collect(*sink)
-                    self.executor.settle()
-                parted.of_leaves()
+                if self.weighs:
+                    parted.of_leaves()
+                    self._leave()
+                else:
+                    self._weigh(parted, calls)
             finally:
-                self.marked = False
+                self.weighs = self.marked = False
+
+    def _weigh(self, parted: PartedBackward, calls: Sequence[Call]) -> None:
+        """Compute the gradients of the leaves of each call, and of those that no call reads."""
+        assert self.executor is not None
+        for call in calls:
+            sinks = self.units.reads[call.unit].sinks
+            self.executor.reach("weight", call.unit, call.index)
+            parted.of_leaves({id(leaf): leaf for _, _, leaves in sinks for leaf in leaves})
+            for sink in sinks:
+                self._collect(*sink)
+            self.executor.settle()
+        parted.of_leaves()
+
+    def _pass_over(self, until: Call | None) -> None:
+        """Reach the backwards that stand before one, or all: they have no part that goes back to other stages."""
+        assert self.executor is not None
+        while self.due and self.due[0] != until:
+            call = self.due.pop(0)
+            self.executor.reach("backward", call.unit, call.index)
+            self.executor.settle()
+        del self.due[:1]
 
     def end_microbatch(self) -> None:
         """A microbatch is over on this rank: the gradients of leaves outside of units go to the sink."""
@@ -168,11 +192,12 @@ class StageEngine(Engine):
         """The gradient of an output of a unit is complete: its backward begins, and the one before is over."""
         if self.marked:
             return True
-        if not self.leaves_wait:
+        if not self.leaves_wait and not self.weighs:
             return super().enter_backward(name, index)
         assert self.executor is not None
         self._leave()
-        self.executor.reach("backward", name, index)
+        self._pass_over(Call(name, index))
+        self.executor.reach("weight" if self.weighs else "backward", name, index)
         self.under_way = name
         return True
 
@@ -243,7 +268,8 @@ class StageEngine(Engine):
     def _elsewhere(self, number: int) -> Any:
         """The result of a call of another stage."""
         spec, _ = self.staged.results[number]
-        leaves = [self.received.get((number, output), leaf) for output, leaf in enumerate(self._absent[self.stage][number])]
+        absent = self._absent[self.stage][number]
+        leaves = [self.received.get((number, output), leaf) for output, leaf in enumerate(absent)]
         return self._writable(number, tree.unflatten(spec, leaves))
 
     def _values(self, results: AbsentResults) -> list[list[Any]]:
