@@ -6,13 +6,15 @@ PyTorch some hundred microseconds an op, and the others find each result where t
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
 from fshard import tree
 from fshard.torch_internals import DisableTorchFunctionSubclass, FakeTensor, FakeTensorMode
+
+T = TypeVar("T")
 
 PLAIN = (int, float, bool, complex, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
 """Arguments that are equal if their values are."""
@@ -47,7 +49,7 @@ class _Entry(NamedTuple):
 
 
 class AbsentResults:
-    """What functions returned for absent values, in the order of their calls.
+    """Holds the results of functions for absent values, in the order of their calls.
 
     Args:
         mode: makes fake tensors.
@@ -86,10 +88,10 @@ class AbsentResults:
             self.entries.append(_Entry(func, _described(args), _described(kwargs), result))
         return _given(result)
 
-    def _own(self, value: Any) -> Any:
+    def _own(self, value: T) -> T:
         """Have the results of a fake tensor be looked up, too."""
         if isinstance(value, FakeTensor):
-            value.__class__ = AbsentTensor
+            value.__class__ = AbsentTensor  # type: ignore[assignment]
             value.results = self  # type: ignore[attr-defined]
         return value
 
@@ -107,7 +109,7 @@ def _absent_in(values: Any) -> Iterator[AbsentTensor]:
 
 
 class _Meta(NamedTuple):
-    """What a result knows of a tensor that has data."""
+    """The traits of a tensor that has data, by which a result depends on it."""
 
     shape: torch.Size
     stride: tuple[int, ...]

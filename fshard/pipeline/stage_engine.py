@@ -8,7 +8,7 @@ the last unit of a stage has run, the function is left.
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -35,6 +35,27 @@ Keep = Callable[[tuple[int, int], Tensor], None]
 """Takes an output that other stages need, by the numbers of its call and of the output."""
 
 
+WHOLE, INPUTS, LEAVES = "whole", "of inputs", "of leaves"
+"""The part of a backward that runs."""
+
+WHOLE_LATE = "whole, at the time of the second part"
+"""The backward of a stage whose inputs want no gradients, in an order of two parts."""
+
+
+class StageView(NamedTuple):
+    """A program as it is seen on one stage.
+
+    Attributes:
+        absent: makes and computes the values that have no data.
+        values: the results of all calls, without data.
+        params: the parameters that the loss function is given: slot leaves, and absent ones of other stages.
+    """
+
+    absent: AbsentResults
+    values: list[list[Any]]
+    params: Any
+
+
 class StageOver(LeftCall):
     """The last unit of a stage has run: nothing of the loss function behind it is needed here."""
 
@@ -58,9 +79,10 @@ class StageEngine(Engine):
         self.staged, self.stage, self.position = staged, -1, 0
         self.received: Received = {}
         self.keep: Keep = _forget
-        self.leaves_wait = self.marked = self.unsettled = self.weighs = False
+        self.part, self.unsettled = WHOLE, False
         self.due: list[Call] = []
-        self._trees: dict[int, Any] = dict.fromkeys(stages)
+        self._views: dict[int, StageView] = {}
+        self.stages = stages
         self.absent_in(FakeTensorMode(allow_non_fake_inputs=True))
         self._real: dict[Unit, tuple[Any, Any]] = {}
 
@@ -71,17 +93,14 @@ class StageEngine(Engine):
 
     def absent_in(self, mode: FakeTensorMode) -> None:
         """Make the values and leaves of other stages as fake tensors of a mode."""
-        self.results = {stage: AbsentResults(mode) for stage in self._trees}
-        self._trees = {stage: self._tree(stage) for stage in self._trees}
-        self._absent = {stage: self._values(results) for stage, results in self.results.items()}
+        self._views = {stage: self._view(stage, AbsentResults(mode)) for stage in self.stages}
 
     def absent(self) -> Iterator[Tensor]:
         """All values and leaves that have no data."""
-        for values in self._absent.values():
-            yield from (leaf for leaves in values for leaf in leaves if isinstance(leaf, Tensor))
-        for stage, params in self._trees.items():
+        for stage, view in self._views.items():
+            yield from (leaf for leaves in view.values for leaf in leaves if isinstance(leaf, Tensor))
             held = self.staged.outside[stage]
-            yield from (leaf for path, leaf in tree.paths(params) if path not in held)
+            yield from (leaf for path, leaf in tree.paths(view.params) if path not in held)
 
     def forward(self, fn: Callable[..., Any], batch: Any, stage: int, received: Received, keep: Keep) -> Any:
         """Run a stage on a microbatch.
@@ -97,9 +116,10 @@ class StageEngine(Engine):
             What the function returned, on the last stage; else None.
         """
         self.stage, self.position, self.received, self.keep = stage, 0, received, keep
-        self.results[stage].begin()
+        view = self._views[stage]
+        view.absent.begin()
         try:
-            return fn(self._trees[stage], batch)
+            return fn(view.params, batch)
         except StageOver:
             return None
         finally:
@@ -134,11 +154,11 @@ class StageEngine(Engine):
             parted.of_inputs()
             self._pass_over(None)
 
-        self.leaves_wait, self.due = True, list(calls)
+        self.part, self.due = INPUTS, list(calls)
         try:
             self.backward(run, done)
         finally:
-            self.leaves_wait, self.due = False, []
+            self.part, self.due = WHOLE, []
 
     def backward_of_leaves(self, parted: PartedBackward, calls: Sequence[Call]) -> None:
         """Run the second part of a backward, of the leaves of a stage, unit by unit.
@@ -149,15 +169,15 @@ class StageEngine(Engine):
         """
         assert self.executor is not None
         with self._differentiating():
-            self.weighs, self.marked = not parted.inputs, bool(parted.inputs)  # by the hooks of the first part
+            self.part = LEAVES if parted.inputs else WHOLE_LATE
             try:
-                if self.weighs:
+                if parted.inputs:
+                    self._weigh(parted, calls)
+                else:
                     parted.of_leaves()
                     self._leave()
-                else:
-                    self._weigh(parted, calls)
             finally:
-                self.weighs = self.marked = False
+                self.part = WHOLE
 
     def _weigh(self, parted: PartedBackward, calls: Sequence[Call]) -> None:
         """Compute the gradients of the leaves of each call, and of those that no call reads."""
@@ -190,14 +210,14 @@ class StageEngine(Engine):
 
     def enter_backward(self, name: str, index: int) -> bool:
         """The gradient of an output of a unit is complete: its backward begins, and the one before is over."""
-        if self.marked:
+        if self.part == LEAVES:  # the hooks have run in the first part
             return True
-        if not self.leaves_wait and not self.weighs:
+        if self.part == WHOLE:
             return super().enter_backward(name, index)
         assert self.executor is not None
         self._leave()
         self._pass_over(Call(name, index))
-        self.executor.reach("weight" if self.weighs else "backward", name, index)
+        self.executor.reach("weight" if self.part == WHOLE_LATE else "backward", name, index)
         self.under_way = name
         return True
 
@@ -214,7 +234,7 @@ class StageEngine(Engine):
             self.unsettled = False
             assert self.executor is not None
             self.executor.settle()
-        elif not self.leaves_wait:
+        elif self.part != INPUTS:
             super()._leave()
         elif self.under_way:
             self.under_way = ""
@@ -268,16 +288,17 @@ class StageEngine(Engine):
     def _elsewhere(self, number: int) -> Any:
         """The result of a call of another stage."""
         spec, _ = self.staged.results[number]
-        absent = self._absent[self.stage][number]
+        absent = self._views[self.stage].values[number]
         leaves = [self.received.get((number, output), leaf) for output, leaf in enumerate(absent)]
         return self._writable(number, tree.unflatten(spec, leaves))
 
-    def _values(self, results: AbsentResults) -> list[list[Any]]:
-        """The results of all calls without data; what is no tensor is as it was when the program was traced."""
-        return [
-            [results.like(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+    def _view(self, stage: int, absent: AbsentResults) -> StageView:
+        """See the program on a stage. A value that is no tensor is as it was when the program was traced."""
+        values = [
+            [absent.like(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
             for _, leaves in self.staged.results
         ]
+        return StageView(absent, values, self._tree(stage, absent))
 
     def _held(self, unit: Unit, params: Any) -> Any:
         """The slot leaves in the place of a tree of leaves as code between units sees them."""
@@ -296,7 +317,7 @@ class StageEngine(Engine):
             raise UnitError(f"unit reads {slot.path}, which no stage of this rank holds: name it in fs.Stages(leaves=)")
         return self.slots.by_path[slot.path]
 
-    def _tree(self, stage: int) -> dict[str, Any]:
+    def _tree(self, stage: int, absent: AbsentResults) -> dict[str, Any]:
         """The parameters that the loss function is given on a stage: slot leaves, and absent ones of other stages."""
         whole = self.plan.whole
         assert whole is not None
@@ -308,7 +329,7 @@ class StageEngine(Engine):
                 leaves[path] = self.slots.by_path[path]
                 continue
             group, _ = whole.places()[path]
-            leaves[path] = self.results[stage].empty(leaf.compute_shape, group.compute_dtype, self.plan.mesh.device)
+            leaves[path] = absent.empty(leaf.compute_shape, group.compute_dtype, self.plan.mesh.device)
             attach(leaves[path], Slot(self, path, casting, leaf.shape))
         order = LeafOrder("params", whole.leaves)
         return order.tree([leaves[path] for path in order.paths])

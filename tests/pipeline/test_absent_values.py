@@ -5,9 +5,10 @@ from typing import Any
 
 import pytest
 import torch
-from fshard.pipeline.absent_values import AbsentResults
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
+
+from fshard.pipeline.absent_values import AbsentResults
 
 
 def results() -> AbsentResults:
