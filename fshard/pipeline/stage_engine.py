@@ -8,9 +8,8 @@ the last unit of a stage has run, the function is left.
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 from fshard import tree
@@ -18,6 +17,7 @@ from fshard.errors import UnitError
 from fshard.model.instance import LeftCall
 from fshard.model.leaves import LeafOrder
 from fshard.model.unit import Slot, Unit, attach, slot_of
+from fshard.pipeline.absent_values import AbsentResults
 from fshard.pipeline.parted_backward import PartedBackward
 from fshard.pipeline.staged_trace import StagedProgram
 from fshard.runtime.engine.engine import Engine, Executor, Sink, Traits
@@ -33,6 +33,27 @@ Received = Mapping[tuple[int, int], Tensor]
 
 Keep = Callable[[tuple[int, int], Tensor], None]
 """Takes an output that other stages need, by the numbers of its call and of the output."""
+
+
+WHOLE, INPUTS, LEAVES = "whole", "of inputs", "of leaves"
+"""The part of a backward that runs."""
+
+WHOLE_LATE = "whole, at the time of the second part"
+"""The backward of a stage whose inputs want no gradients, in an order of two parts."""
+
+
+class StageView(NamedTuple):
+    """A program as it is seen on one stage.
+
+    Attributes:
+        absent: makes and computes the values that have no data.
+        values: the results of all calls, without data.
+        params: the parameters that the loss function is given: slot leaves, and absent ones of other stages.
+    """
+
+    absent: AbsentResults
+    values: list[list[Any]]
+    params: Any
 
 
 class StageOver(LeftCall):
@@ -58,8 +79,10 @@ class StageEngine(Engine):
         self.staged, self.stage, self.position = staged, -1, 0
         self.received: Received = {}
         self.keep: Keep = _forget
-        self.leaves_wait = self.marked = self.unsettled = False
-        self._trees: dict[int, Any] = dict.fromkeys(stages)
+        self.part, self.unsettled = WHOLE, False
+        self.due: list[Call] = []
+        self._views: dict[int, StageView] = {}
+        self.stages = stages
         self.absent_in(FakeTensorMode(allow_non_fake_inputs=True))
         self._real: dict[Unit, tuple[Any, Any]] = {}
 
@@ -70,16 +93,14 @@ class StageEngine(Engine):
 
     def absent_in(self, mode: FakeTensorMode) -> None:
         """Make the values and leaves of other stages as fake tensors of a mode."""
-        with mode:
-            self._absent = [[_absent(leaf) for leaf in leaves] for _, leaves in self.staged.results]
-            self._trees = {stage: self._tree(stage) for stage in self._trees}
+        self._views = {stage: self._view(stage, AbsentResults(mode)) for stage in self.stages}
 
     def absent(self) -> Iterator[Tensor]:
         """All values and leaves that have no data."""
-        yield from (leaf for leaves in self._absent for leaf in leaves if isinstance(leaf, Tensor))
-        for stage, params in self._trees.items():
+        for stage, view in self._views.items():
+            yield from (leaf for leaves in view.values for leaf in leaves if isinstance(leaf, Tensor))
             held = self.staged.outside[stage]
-            yield from (leaf for path, leaf in tree.paths(params) if path not in held)
+            yield from (leaf for path, leaf in tree.paths(view.params) if path not in held)
 
     def forward(self, fn: Callable[..., Any], batch: Any, stage: int, received: Received, keep: Keep) -> Any:
         """Run a stage on a microbatch.
@@ -95,8 +116,10 @@ class StageEngine(Engine):
             What the function returned, on the last stage; else None.
         """
         self.stage, self.position, self.received, self.keep = stage, 0, received, keep
+        view = self._views[stage]
+        view.absent.begin()
         try:
-            return fn(self._trees[stage], batch)
+            return fn(view.params, batch)
         except StageOver:
             return None
         finally:
@@ -118,40 +141,64 @@ class StageEngine(Engine):
             done()
             self._leave()
 
-    def backward_of_inputs(self, parted: PartedBackward, done: Callable[[], None]) -> None:
+    def backward_of_inputs(self, parted: PartedBackward, calls: Sequence[Call], done: Callable[[], None]) -> None:
         """Run the first part of a backward, of the inputs of a stage.
 
         Args:
             parted: the backward.
+            calls: the calls of the stage, in the order of their backwards. Some may not lie between outputs and inputs.
             done: called when the gradients are there.
         """
-        self.leaves_wait = True
+
+        def run() -> None:
+            parted.of_inputs()
+            self._pass_over(None)
+
+        self.part, self.due = INPUTS, list(calls)
         try:
-            self.backward(parted.of_inputs, done)
+            self.backward(run, done)
         finally:
-            self.leaves_wait = False
+            self.part, self.due = WHOLE, []
 
     def backward_of_leaves(self, parted: PartedBackward, calls: Sequence[Call]) -> None:
         """Run the second part of a backward, of the leaves of a stage, unit by unit.
 
         Args:
-            parted: the backward.
+            parted: the backward. Where nothing goes back to other stages, this part is all of it.
             calls: the calls of the stage, in the order of their backwards.
         """
         assert self.executor is not None
         with self._differentiating():
-            self.marked = True  # the hooks of the first part
+            self.part = LEAVES if parted.inputs else WHOLE_LATE
             try:
-                for call in calls:
-                    sinks = self.units.reads[call.unit].sinks
-                    self.executor.reach("weight", call.unit, call.index)
-                    parted.of_leaves({id(leaf): leaf for _, _, leaves in sinks for leaf in leaves})
-                    for sink in sinks:
-                        self._collect(*sink)
-                    self.executor.settle()
-                parted.of_leaves()
+                if parted.inputs:
+                    self._weigh(parted, calls)
+                else:
+                    parted.of_leaves()
+                    self._leave()
             finally:
-                self.marked = False
+                self.part = WHOLE
+
+    def _weigh(self, parted: PartedBackward, calls: Sequence[Call]) -> None:
+        """Compute the gradients of the leaves of each call, and of those that no call reads."""
+        assert self.executor is not None
+        for call in calls:
+            sinks = self.units.reads[call.unit].sinks
+            self.executor.reach("weight", call.unit, call.index)
+            parted.of_leaves({id(leaf): leaf for _, _, leaves in sinks for leaf in leaves})
+            for sink in sinks:
+                self._collect(*sink)
+            self.executor.settle()
+        parted.of_leaves()
+
+    def _pass_over(self, until: Call | None) -> None:
+        """Reach the backwards that stand before one, or all: they have no part that goes back to other stages."""
+        assert self.executor is not None
+        while self.due and self.due[0] != until:
+            call = self.due.pop(0)
+            self.executor.reach("backward", call.unit, call.index)
+            self.executor.settle()
+        del self.due[:1]
 
     def end_microbatch(self) -> None:
         """A microbatch is over on this rank: the gradients of leaves outside of units go to the sink."""
@@ -163,13 +210,14 @@ class StageEngine(Engine):
 
     def enter_backward(self, name: str, index: int) -> bool:
         """The gradient of an output of a unit is complete: its backward begins, and the one before is over."""
-        if self.marked:
+        if self.part == LEAVES:  # the hooks have run in the first part
             return True
-        if not self.leaves_wait:
+        if self.part == WHOLE:
             return super().enter_backward(name, index)
         assert self.executor is not None
         self._leave()
-        self.executor.reach("backward", name, index)
+        self._pass_over(Call(name, index))
+        self.executor.reach("weight" if self.part == WHOLE_LATE else "backward", name, index)
         self.under_way = name
         return True
 
@@ -186,7 +234,7 @@ class StageEngine(Engine):
             self.unsettled = False
             assert self.executor is not None
             self.executor.settle()
-        elif not self.leaves_wait:
+        elif self.part != INPUTS:
             super()._leave()
         elif self.under_way:
             self.under_way = ""
@@ -240,8 +288,17 @@ class StageEngine(Engine):
     def _elsewhere(self, number: int) -> Any:
         """The result of a call of another stage."""
         spec, _ = self.staged.results[number]
-        leaves = [self.received.get((number, output), leaf) for output, leaf in enumerate(self._absent[number])]
+        absent = self._views[self.stage].values[number]
+        leaves = [self.received.get((number, output), leaf) for output, leaf in enumerate(absent)]
         return self._writable(number, tree.unflatten(spec, leaves))
+
+    def _view(self, stage: int, absent: AbsentResults) -> StageView:
+        """See the program on a stage. A value that is no tensor is as it was when the program was traced."""
+        values = [
+            [absent.like(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+            for _, leaves in self.staged.results
+        ]
+        return StageView(absent, values, self._tree(stage, absent))
 
     def _held(self, unit: Unit, params: Any) -> Any:
         """The slot leaves in the place of a tree of leaves as code between units sees them."""
@@ -260,7 +317,7 @@ class StageEngine(Engine):
             raise UnitError(f"unit reads {slot.path}, which no stage of this rank holds: name it in fs.Stages(leaves=)")
         return self.slots.by_path[slot.path]
 
-    def _tree(self, stage: int) -> dict[str, Any]:
+    def _tree(self, stage: int, absent: AbsentResults) -> dict[str, Any]:
         """The parameters that the loss function is given on a stage: slot leaves, and absent ones of other stages."""
         whole = self.plan.whole
         assert whole is not None
@@ -272,7 +329,7 @@ class StageEngine(Engine):
                 leaves[path] = self.slots.by_path[path]
                 continue
             group, _ = whole.places()[path]
-            leaves[path] = torch.empty(leaf.compute_shape, dtype=group.compute_dtype, device=self.plan.mesh.device)
+            leaves[path] = absent.empty(leaf.compute_shape, group.compute_dtype, self.plan.mesh.device)
             attach(leaves[path], Slot(self, path, casting, leaf.shape))
         order = LeafOrder("params", whole.leaves)
         return order.tree([leaves[path] for path in order.paths])
@@ -280,10 +337,3 @@ class StageEngine(Engine):
 
 def _forget(place: tuple[int, int], value: Tensor) -> None:
     """Keep nothing: no stage runs."""
-
-
-def _absent(leaf: Any) -> Any:
-    """A value without data; what is no tensor is as it was when the program was traced."""
-    if not isinstance(leaf, Tensor):
-        return leaf
-    return torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device=leaf.device)

@@ -164,9 +164,9 @@ class StagedPasses(Passes):
         """Run the backward of a stage on a microbatch, or a part of it."""
         stage, microbatch = action.stage, action.microbatch
         run = runs[stage, microbatch]
+        calls = [call for call in self.rank.program.backward if self._stage_of[call] == stage]
         if action.kind == "W":
             assert run.parted is not None
-            calls = [call for call in self.rank.program.backward if self._stage_of[call] == stage]
             engine.backward_of_leaves(run.parted, calls)
             runs.pop((stage, microbatch)).release()
             return
@@ -181,7 +181,7 @@ class StagedPasses(Passes):
         if action.kind == "I":
             inputs = [*run.received.values()]
             run.parted = PartedBackward(values, grads, inputs, engine.slots.trained)
-            engine.backward_of_inputs(run.parted, done)
+            engine.backward_of_inputs(run.parted, calls, done)
         else:
             engine.backward(functools.partial(torch.autograd.backward, values, grads), done)
             runs.pop((stage, microbatch)).release()
