@@ -29,7 +29,7 @@ class ActivationHook:
         self.pack, self.slots = pack, slots
 
     def __call__(self, x: Tensor) -> Any:
-        """What autograd keeps in the place of a tensor."""
+        """Return what autograd keeps in the place of a tensor."""
         return SavedParameter(x) if storage_of(x) in self.slots.storages else self.pack(x)
 
 
