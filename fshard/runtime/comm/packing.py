@@ -135,7 +135,7 @@ def unpack_sum(rows: Tensor, form: WireFormat, out: Tensor, add: bool, kernels: 
 
 
 def _values(rows: Tensor, form: WireFormat, out: Tensor | None, numel: int) -> Tensor:
-    """The numbers that packed rows hold, by row: in ``out``, or in memory of its own, in float32 where they have scales."""
+    """The numbers that packed rows hold, by row: in ``out``, or in memory of its own; float32 if they have scales."""
     if form.largest is None:
         values = rows.view(torch.bfloat16)
         return values if out is None else out.copy_(values)
@@ -255,7 +255,7 @@ def _pack_blocks(rows: Tensor, form: WireFormat, payload: Tensor, scales: Tensor
 
 @functools.cache
 def _steps(device: torch.device) -> Tensor:
-    """The numbers from which on codes of four bits, plus ``NIBBLE``, grow by one, if numbers between two codes go to the even one."""
+    """The least numbers of the codes 1 to 15 of four bits: half of the way between two goes to the even one."""
     halves = torch.arange(-NIBBLE, NIBBLE - 1, dtype=torch.float32) + 0.5
     even = halves.floor().remainder(2) == 0
     return torch.where(even, halves.nextafter(torch.tensor(math.inf)), halves).to(device)
