@@ -256,9 +256,9 @@ def _pack_blocks(rows: Tensor, form: WireFormat, payload: Tensor, scales: Tensor
 @functools.cache
 def _steps(device: torch.device) -> Tensor:
     """The least numbers of the codes 1 to 15 of four bits: half of the way between two goes to the even one."""
-    halves = torch.arange(-NIBBLE, NIBBLE - 1, dtype=torch.float32) + 0.5
+    halves = torch.arange(-NIBBLE, NIBBLE - 1, dtype=torch.float32, device=device) + 0.5
     even = halves.floor().remainder(2) == 0
-    return torch.where(even, halves.nextafter(torch.tensor(math.inf)), halves).to(device)
+    return torch.where(even, halves.nextafter(torch.full_like(halves, math.inf)), halves)
 
 
 def _round_to_nf4(codes: Tensor) -> None:
