@@ -16,7 +16,7 @@ from fshard.optim.contract import contract
 from fshard.outer_steps.fragments import HEAD, Fragment, Range
 from fshard.outer_steps.outer_buffers import DELTA, OUTER, Outer
 from fshard.runtime.comm import Communicator, Handle, exchange, mesh_communicator
-from fshard.runtime.comm.device_streams import events
+from fshard.runtime.comm.device_streams import events, in_use
 from fshard.runtime.comm.packing import pack, unpack_sum
 from fshard.runtime.comm.row_sums import sum_rows
 from fshard.runtime.execution import Shard, Shards
@@ -122,6 +122,8 @@ class Exchange:
                 param.lerp_(anchor.to(param), 1 - self.opt.mix)
             else:
                 param.copy_(anchor)
+        for held in (flight.rows, flight.sent):
+            in_use(held)
         return any(stop for *_, stop in heads)
 
     def _start(self, number: int, step: int, value: Tensor, stop: bool) -> FragmentFlight:

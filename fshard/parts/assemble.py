@@ -289,6 +289,7 @@ def assemble(recorded: StepRecord, policy: Policy, debug: bool) -> Assembled:
     memory = schedule.memory
     programs = tuple([each.spec.programs(debug) for each in recorded.passes])
     arena: Tensor = programs[0].memory.new_arena(memory.arena_bytes)
+    programs[0].memory.arena = arena
     home: dict[int, Actions] = {}
     passes: list[Prepared] = []
     first: list[int] = []

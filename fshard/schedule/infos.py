@@ -141,7 +141,13 @@ def rows_travel(group: Group, replicas: int) -> bool:
     return replicas * group.sum_dtype.itemsize <= 2 * group.dtype.itemsize
 
 
-def _summed(group: Group, replicas: int) -> tuple[int, int]:
+def _unpacked(plan: Plan, form: WireFormat | None, rows: int, numel: int) -> int:
+    """Bytes of the float32 numbers that a device makes at once of packed rows, before it adds them up."""
+    apart = plan.mesh.device.type == "cuda" and form is not None and form.largest is not None
+    return 4 * rows * numel if apart else 0
+
+
+def _summed(plan: Plan, group: Group, replicas: int) -> tuple[int, int]:
     """Bytes that a rank sends to complete a gradient that holds all microbatches, and what it needs besides."""
     own, item, wire = group.owned.chunk, group.dtype.itemsize, group.sum_dtype.itemsize
     form = group.wires.get("replica_reduce")
@@ -152,6 +158,7 @@ def _summed(group: Group, replicas: int) -> tuple[int, int]:
     if form is not None:
         parts, others, size = group.opt_parts if group.second_scatter else 1, replicas - 1, form.nbytes(own)
         needed = 2 * parts * size * (parts > 1) + (1 + replicas) * size * (others > 0)
+        needed += _unpacked(plan, form, max(parts * (parts > 1), replicas * (others > 0)), own)
         return (parts - 1 + others) * size, needed
     cast = group.sum_dtype != group.dtype
     sent = needed = 0
@@ -195,6 +202,7 @@ def _path(plan: Plan, group: Group, info: GroupInfo) -> tuple[Transfer, ...]:
         form, axes = group.wires.get("update_gather"), "+".join(group.opt_axes)
         size = own if form is None else form.nbytes(group.owned.chunk)
         staging = 0 if form is None else (1 + group.opt_parts) * size
+        staging += _unpacked(plan, form, group.opt_parts, group.owned.chunk)
         sent = (group.opt_parts - 1) * size
         path.append(Transfer("update_gather", STATE, STATE, sent, staging, axes, wire=_name(form)))
     if group.gathered:
@@ -229,11 +237,12 @@ def _reductions(plan: Plan, group: Group, info: GroupInfo, replicas: int) -> lis
     size = group.scatter_chunk * wire if form is None else form.nbytes(group.scatter_chunk)
     sent, staging = (group.scatter_parts - 1) * size, stage_numel(plan, group) * wire
     staging += 0 if form is None else 2 * group.scatter_parts * size  # what is sent, and what arrives
+    staging += _unpacked(plan, form, group.scatter_parts, group.scatter_chunk)
     # Staging of the dtype of the shard has room for a chunk: the first sum is made there.
     late = form is None and staging > 0 and info.shard_bytes == info.grad_bytes - sent
     over = "+".join(group.scatter_axes)
     made = [Transfer("reduce_scatter", "grad", "shard", sent, staging, over, late, _name(form))]
-    summed, staging = _summed(group, replicas)
+    summed, staging = _summed(plan, group, replicas)
     own = "own" if info.own_bytes else "shard"
     if summed or info.left_bytes:
         axes = group.sum_axes if group.second_scatter else group.rest_axes

@@ -148,7 +148,7 @@ class StateMemory:
         self.plan, self.pending, self.stale = plan, pending, dict(stale or {})
         self.compared = self.lent = False
         self.origin: int | None = None
-        self._shards = shards
+        self._shards = shards.follow(plan.mesh.device) if shards is not None else None
         self._loose: Loose | None = None
         self._params: Any = None
         self._opt: Any = None
@@ -172,6 +172,8 @@ class StateMemory:
     def shards(self, step: int) -> Shards:
         """The shards as they lie, with ``pending`` still to be applied; ``step`` names the state in an error.
 
+        The current stream of the device waits for what another one does with them.
+
         Raises:
             DonatedError: a step has taken them.
             TreeError: trees that are not those of the plan.
@@ -188,7 +190,9 @@ class StateMemory:
                 f"the state of step {step} was donated to a train step, which updated its memory in place: "
                 f"use the state that the step returned, or build the step with donate=False"
             )
-        return self._shards
+        if self.pending is not None:
+            self.pending.follow()
+        return self._shards.follow(self.plan.mesh.device)
 
     def applied(self, step: int) -> Shards:
         """The shards, with no update waiting. Local: what other ranks update may still be missing."""

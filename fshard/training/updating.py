@@ -86,7 +86,7 @@ class Updating:
             unit: what residuals are multiplied by, so that a state can keep them.
         """
         rounding = Rounding(self.plan, state.seed, self._rounded) if self._rounded else None
-        return PendingUpdate(rule, step, grads, divisors, rounding, unit)
+        return PendingUpdate(rule, step, grads, divisors, rounding, unit, self.plan.mesh.device)
 
     def fixed(self, step: int, lr: LearningRate = None) -> Contract:
         """The optimizer with the learning rates of one update, after so many updates, as numbers.

@@ -4,6 +4,7 @@ import importlib.util
 import itertools
 import os
 import random
+import socket
 import subprocess
 import sys
 import threading
@@ -18,10 +19,13 @@ import pytest
 import torch
 
 from fshard.errors import CommError
-from fshard.runtime.comm import devices, nccl, stacks, watchdog
+from fshard.runtime.comm import devices, gloo, nccl, processes, shared_memory, stacks, watchdog
 from fshard.runtime.comm.bounded import bounded
 from fshard.runtime.comm.call_site import call_site
+from fshard.runtime.comm.gloo import GlooCommunicator
+from fshard.runtime.comm.links import PeerLink
 from fshard.runtime.comm.nccl import NcclCommunicator
+from fshard.runtime.comm.shared_memory import SharedMemory
 from fshard.runtime.comm.watchdog import LAST, Watchdog
 from fshard.runtime.flight.recorder import Flight
 from fshard.threads import Supervisor, say, started
@@ -156,8 +160,8 @@ def test_a_wait_that_ends_while_the_store_is_asked_does_not_end_the_process(monk
         assert bool(ended) is not ends
 
 
-CALLS: dict[str, Callable[[NcclCommunicator, torch.Tensor], object]] = {
-    "all_gather": lambda comm, x: comm.all_gather(x, x[:2]),
+CALLS: dict[str, Callable[[Any, torch.Tensor], Any]] = {
+    "all_gather": lambda comm, x: comm.all_gather(x, x[:2].clone()),
     "reduce_scatter": lambda comm, x: comm.reduce_scatter(x[:2], x, x, False),
     "all_to_all_single": lambda comm, x: comm.reduce_scatter(x[:2].double(), x, x.double(), False),
     "all_reduce": lambda comm, x: comm.all_reduce(x),
@@ -165,26 +169,51 @@ CALLS: dict[str, Callable[[NcclCommunicator, torch.Tensor], object]] = {
 }
 
 
+class Recorder:
+    """A process group that notes what is called on it, and is one of two ranks."""
+
+    def __init__(self, groups: list[Any]) -> None:
+        self.groups = groups
+
+    def rank(self) -> int:
+        """The first of two ranks."""
+        return 0
+
+    def issued(self, *args: Any, group: Any = "its group", **kwargs: Any) -> Any:
+        """A collective, or a message."""
+        self.groups.append(group)
+        return types.SimpleNamespace(wait=lambda: None)
+
+    send = recv = issued
+
+
+def gloo_communicator(groups: list[Any]) -> GlooCommunicator:
+    return GlooCommunicator("c", 2, Recorder(groups), Watchdog(0, 5.0, lambda reason: None), [0, 1])
+
+
+def nccl_communicator(groups: list[Any]) -> NcclCommunicator:
+    return NcclCommunicator("c", 2, "its group", Stream(), "7")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("module", [nccl, gloo])
 @pytest.mark.parametrize("call", CALLS)
 def test_a_communicator_that_is_closed_meanwhile_never_takes_the_default_group(
-    call: str, monkeypatch: pytest.MonkeyPatch
+    module: Any, call: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Another thread closes it between any two of its lines; ``group=None`` is the default group of torch."""
     groups: list[Any] = []
-
-    def issued(*args: Any, group: Any = None, **kwargs: Any) -> None:
-        groups.append(group)
-
-    monkeypatch.setattr(nccl, "all_gather", lambda out, shard, group: issued(group=group))
-    monkeypatch.setattr(nccl, "reduce_scatter", lambda out, full, group: issued(group=group))
+    make, issued = (nccl_communicator if module is nccl else gloo_communicator), Recorder(groups).issued
+    if module is nccl:
+        monkeypatch.setattr(nccl, "all_gather", lambda out, shard, group: issued(group=group))
+        monkeypatch.setattr(nccl, "reduce_scatter", lambda out, full, group: issued(group=group))
     for name in ("all_reduce", "all_to_all_single"):
-        monkeypatch.setattr(nccl.dist, name, issued)
-    closers = 0
-    for line in range(12):
-        comm, lines = NcclCommunicator("c", 2, "its group", Stream(), "7"), itertools.count()
+        monkeypatch.setattr(module.dist, name, issued)
+    closers = refused = 0
+    for line in range(60):
+        comm, lines = make(groups), itertools.count()
 
         def trace(frame: Any, event: str, arg: Any, comm: Any = comm, lines: Any = lines, line: int = line) -> Any:
-            inside = frame.f_code.co_filename == nccl.__file__ and not comm.closed
+            inside = frame.f_code.co_filename == module.__file__ and not comm.closed
             if inside and event == "line" and next(lines) == line:
                 sys.settrace(None)
                 comm.close("by another thread")
@@ -193,12 +222,69 @@ def test_a_communicator_that_is_closed_meanwhile_never_takes_the_default_group(
         before = sys.gettrace()
         sys.settrace(trace)
         try:
-            with suppress(CommError):
-                CALLS[call](comm, torch.zeros(4))
+            CALLS[call](comm, torch.zeros(4)).wait()
+        except CommError as error:
+            refused += "closed: by another thread" in str(error)
         finally:
             sys.settrace(before)
         closers += bool(comm.closed)
-    assert closers > 2 and None not in groups and groups
+    assert closers > 2 and refused > 1 and None not in groups and groups
+
+
+def test_two_threads_that_close_a_mesh_never_destroy_the_default_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each comes between any two lines of the other; ``destroy_process_group(None)`` ends the default group."""
+    ended: list[Any] = []
+    monkeypatch.setattr(processes.dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(processes.dist, "destroy_process_group", ended.append)
+    for line in range(20):
+        transport, lines = object.__new__(processes.ProcessTransport), itertools.count()
+        transport.groups, transport.cuts, comm = [], types.SimpleNamespace(tell=print), gloo_communicator([])
+
+        def trace(frame: Any, event: str, arg: Any, comm: Any = comm, lines: Any = lines, line: int = line) -> Any:
+            if frame.f_code.co_filename == processes.__file__ and event == "line" and next(lines) == line:
+                sys.settrace(None)
+                comm.close("by another thread")
+            return trace
+
+        before = sys.gettrace()
+        sys.settrace(trace)
+        try:
+            transport._drop([comm], "by this thread")
+        finally:
+            sys.settrace(before)
+    assert ended and None not in ended
+
+
+def test_a_link_that_two_threads_close_closes_each_descriptor_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the second time the number may be another file's. Between any two lines of the one comes the other."""
+    closed: list[int] = []
+    monkeypatch.setattr(shared_memory.os, "close", lambda file: (closed.append(file), real(file))[1])
+    for line in range(30):
+        here, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        memory = SharedMemory([None, PeerLink(here)], [0, 1], Watchdog(0, 5.0, print))
+        memory._memory(1 << 13), memory._memory(1 << 14)
+        closed.clear()
+        lines = itertools.count()
+
+        def trace(frame: Any, event: str, arg: Any, memory: Any = memory, lines: Any = lines, line: int = line) -> Any:
+            if frame.f_code.co_filename == shared_memory.__file__ and event == "line" and next(lines) == line:
+                sys.settrace(None)
+                memory.close("by another thread")
+            return trace
+
+        before = sys.gettrace()
+        sys.settrace(trace)
+        try:
+            memory.close("by this thread")
+        finally:
+            sys.settrace(before)
+            there.close()
+        assert len(closed) == len({*closed}) == 2 and memory.closed, line
+        with pytest.raises(ConnectionError, match="it is closed: by "):
+            memory.publish(0, b"g", {1: torch.zeros(1)})
+
+
+real = os.close
 
 
 class Stream:

@@ -2,8 +2,10 @@
 
 import dataclasses
 import functools
+import gc
+import itertools
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -19,40 +21,62 @@ from fshard.checkpoint.write import owned
 from fshard.collectives import all_to_all, ppermute, psum_scatter, ragged_all_to_all
 from fshard.outer_steps.outer_step import OuterStep
 from tests.runtime.test_lanes import CASES as LANES
-from tests.runtime.test_lanes import ROWS, WIDTH, Case, loss, made, params, shared_out
-from tests.shared.clocks import COMPUTE, HOST, Clocks, Mark
+from tests.runtime.test_lanes import ROWS, SHARD, WIDTH, Case, loss, made, params, shared_out
+from tests.shared.clocks import COMPUTE, HOST, OTHER, Clocks, Mark
 from tests.shared.model_streams import Group, ModelTransport, modelled
 
 
-def raced(case: Case, drop: str = "", device: str = "cpu", steps: int = 3) -> tuple[list[str], set[str]]:
+def raced(
+    case: Case, drop: str = "", device: str = "cpu", steps: int = 3, streams: Sequence[str] = (COMPUTE,)
+) -> tuple[list[str], set[str]]:
     """Some steps on a virtual mesh: the races of any rank, and the events and waits of the runtime.
 
-    After each step the case may look at the state: what it reads then, or later, must be ordered, too.
+    After each step the case may look at the state: what it reads then, or later, must be ordered, too. Each call is
+    made on the next of some compute streams.
     """
-    clocks: dict[int, Clocks] = {}
 
-    def rank() -> None:
-        mesh = fs.make_mesh(*case.axes)
-        mine = clocks[threading.get_ident()] = Clocks(mesh.device, drop)
-        mesh = dataclasses.replace(mesh, transport=ModelTransport(mesh.transport, mine))
+    def work(mesh: fs.Mesh, mine: Clocks) -> None:
         plan, opt = made(mesh, case.rules, case.precision, case.wire), fs.optim.adamw(1e-2)
         step, look = case.make(case, plan, opt), case.look()
         if isinstance(step, OuterStep):
             plan, opt = step.plan, step.opt
         state = fs.init_state(plan, opt, params=params())
         with mine:
+            calls = itertools.cycle(streams)
             for number in range(steps):
-                whole = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(number))
-                state, _ = step(state, whole.chunk(mesh.size)[mesh.rank].to(mesh.device))
-                look(state)
-            settled = fs.settle(state)
-            assert all(leaf.isfinite().all() for leaf in tree.leaves(settled.params))  # read where it lies
-            leaves = tree.leaves(fs.unshard(settled.params, plan))
-            assert all(leaf.isfinite().all().item() for leaf in leaves)
+                with mine.on(next(calls)):
+                    state, _ = step(state, batch_of(mesh, number))
+                with mine.on(next(calls)):
+                    look(state)
+            with mine.on(next(calls)):
+                settled = fs.settle(state)
+                assert all(leaf.isfinite().all() for leaf in tree.leaves(settled.params))  # read where it lies
+                leaves = tree.leaves(fs.unshard(settled.params, plan))
+                assert all(leaf.isfinite().all().item() for leaf in leaves)
+
+    return watched(case.axes, work, drop, device)
+
+
+def batch_of(mesh: fs.Mesh, number: int) -> torch.Tensor:
+    """This rank's rows of a batch."""
+    whole = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(number))
+    return whole.chunk(mesh.size)[mesh.rank].to(mesh.device)
+
+
+def watched(
+    axes: Any, work: Callable[[fs.Mesh, Clocks], None], drop: str = "", device: str = "cpu"
+) -> tuple[list[str], set[str]]:
+    """Some work on a virtual mesh: the races of any rank, and the events and waits of the runtime."""
+    clocks: dict[int, Clocks] = {}
+
+    def rank() -> None:
+        mesh = fs.make_mesh(*axes)
+        mine = clocks[threading.get_ident()] = Clocks(mesh.device, drop)
+        work(dataclasses.replace(mesh, transport=ModelTransport(mesh.transport, mine)), mine)
 
     patch = pytest.MonkeyPatch()
     with modelled(patch, clocks):
-        fs.virtual_mesh(*case.axes, device=device).run(rank)
+        fs.virtual_mesh(*axes, device=device).run(rank)
     races = [race for one in clocks.values() for race in one.races]
     return list(dict.fromkeys(races)), {site for one in clocks.values() for site in one.sites}
 
@@ -221,6 +245,87 @@ def test_events_of_formats_and_of_replicas_are_needed(name: str) -> None:
     for begin in ITS_OWN[name]:
         site = next(site for site in sites_of(name) if site.startswith(begin))
         assert any(raced(CASES[name], site, steps=steps)[0] for steps in (1, 3)), site
+
+
+TURNS = (COMPUTE, OTHER, OTHER)
+"""Streams of a user's calls: each call of the step, and each look at its state, is on another one at some time."""
+
+
+@pytest.mark.sample(4)
+@pytest.mark.parametrize("name", shared_out(NAMES, 5))
+def test_calls_on_two_compute_streams_do_not_race(name: str) -> None:
+    races, sites = raced(CASES[name], streams=TURNS)
+    assert not races, "\n".join(races)
+    assert any(site.startswith(SWITCH) for site in sites)
+
+
+SWITCH, USE = "wait for another compute stream", "memory in use"
+
+
+OVERTAKEN = {
+    "step a / fail b / step c, settle a / read a": (
+        f"{SWITCH}: Shards.follow < StateMemory.shards",
+        f"{SWITCH}: StepMemory.follow < Actions.start",
+        f"{USE}: Shards.follow < StateMemory.shards",
+    ),
+    "step a / fail b / settle a": (
+        f"{SWITCH}: PendingUpdate.follow < StateMemory.shards",
+        f"{USE}: PendingUpdate.follow < StateMemory.shards",
+    ),
+    "fail a / step b / step a, settle a": (
+        f"{SWITCH}: PendingUpdate.follow < PendingUpdate.detach",
+        f"{USE}: StepMemory.follow < Actions.start",
+    ),
+}
+"""Calls with the states a, b and c of one step, and what they need; ``/`` goes to the other stream. A call that fails
+has given the device work that the host never waits for."""
+
+
+def overtaking(mesh: fs.Mesh, mine: Clocks, calls: str) -> None:
+    """Calls on two streams; at the end all memory goes."""
+    plan, opt, fails = made(mesh, [fs.Rule(".*", fs.fsdp("shard"))]), fs.optim.adamw(1e-2), list[str]()
+
+    def fn(p: Any, batch: torch.Tensor) -> torch.Tensor:
+        out = loss(p, batch)
+        if fails:
+            raise ValueError(fails.pop())
+        return out
+
+    step = fs.make_train_step(fn, opt, plan, clip_norm=0.1)
+    states = {name: fs.init_state(plan, opt, params=params()) for name in "abc"}
+    with mine:
+        for stream, group in zip(itertools.cycle((COMPUTE, OTHER)), calls.split(" / "), strict=False):
+            with mine.on(stream):
+                for what, name in map(str.split, group.split(", ")):
+                    if what == "step":
+                        states[name], _ = step(states[name], batch_of(mesh, 0))
+                    elif what == "fail":
+                        fails.append("now")
+                        with pytest.raises(ValueError, match="now"):
+                            step(states[name], batch_of(mesh, 1))
+                    elif what == "settle":
+                        states[name] = fs.settle(states[name])
+                    else:
+                        sum(leaf.sum() for leaf in tree.leaves(states[name].params))
+        with mine.on(stream):
+            del step
+            states.clear()
+            gc.collect()
+            torch.zeros(1).add_(1)  # whose memory may be what was freed
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("calls", OVERTAKEN)
+def test_every_memory_knows_the_stream_that_worked_on_it(calls: str) -> None:
+    work = functools.partial(overtaking, calls=calls)
+    races, _ = watched(SHARD, work)
+    assert not races, "\n".join(races)
+    assert [site for site in OVERTAKEN[calls] if not watched(SHARD, work, site)[0]] == []
+
+
+def test_calls_on_two_compute_streams_race_without_waits() -> None:
+    races, _ = raced(CASES["flat, default"], SWITCH, steps=2, streams=TURNS)
+    assert any(f"{COMPUTE} is not" in race or f"on {OTHER}" in race for race in races)
 
 
 def test_the_model_sees_a_race() -> None:

@@ -5,7 +5,8 @@ what of the others it has waited for. Two accesses of the same bytes, one of whi
 these clocks, whatever the speed of the streams. So must be the free of memory: the allocator gives it to the stream
 that it came from. (Lamport, "Time, Clocks, and the Ordering of Events in a Distributed System", 1978; Mattern, 1989.)
 
-``drop`` names one event or wait of the runtime, which then does nothing: the model must find what it was for.
+``drop`` names one event or wait of the runtime, or all of one kind, which then do nothing: the model must find what
+they were for.
 """
 
 import sys
@@ -25,7 +26,7 @@ from torch.utils._pytree import tree_leaves
 import fshard as fs
 
 PACKAGE = str(Path(fs.__file__).parent)
-COMPUTE, HOST = "compute", "host"
+COMPUTE, OTHER, HOST = "compute", "another compute", "host"
 Clock = dict[str, int]
 
 
@@ -47,9 +48,16 @@ class Access:
 
 @dataclass(eq=False)
 class Memory:
-    """The accesses of one storage that a later one may conflict with, and a reference that does not keep it."""
+    """The accesses of one storage that a later one may conflict with, and a reference that does not keep it.
+
+    Attributes:
+        home: the compute stream that its memory was made on, to which it returns.
+        users: the streams that the allocator was told of: it waits for them before it gives the memory away.
+    """
 
     alive: StorageWeakRef
+    home: str = ""
+    users: set[str] = field(default_factory=set)
     accesses: list[Access] = field(default_factory=list)
 
 
@@ -70,7 +78,7 @@ class Clocks(TorchDispatchMode):
     """The clocks of one rank. While it is entered, operators are accesses on the current stream.
 
     Attributes:
-        drop: the event or wait that does nothing.
+        drop: the event or wait, or the kind, that does nothing.
         sites: all events and waits of the run.
         races: pairs of accesses that nothing orders.
     """
@@ -80,6 +88,7 @@ class Clocks(TorchDispatchMode):
         self.device, self.drop = device, drop
         self.now: dict[str, Clock] = {}
         self.current, self.off = COMPUTE, 0
+        self.compute = COMPUTE
         self.memories: dict[int, Memory] = {}
         self.shared: set[int] = set()  # storages that more than one stream has used
         self.sites: set[str] = set()
@@ -101,7 +110,7 @@ class Clocks(TorchDispatchMode):
     def does(self, site: str) -> bool:
         """Whether an event or a wait of the runtime takes place."""
         self.sites.add(site)
-        return site != self.drop
+        return site != self.drop and not site.startswith(f"{self.drop}: ")
 
     def record(self) -> Mark | None:
         """An event after what was issued on the current stream, named by who asks for it."""
@@ -110,11 +119,14 @@ class Clocks(TorchDispatchMode):
     @contextmanager
     def on(self, stream: str) -> Iterator[None]:
         """Inside, operators run on this stream."""
-        before, self.current = self.current, stream
+        before = self.current, self.compute
+        self.current = stream
+        if stream in (COMPUTE, OTHER):
+            self.compute = stream
         try:
             yield
         finally:
-            self.current = before
+            self.current, self.compute = before
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -156,6 +168,8 @@ class Clocks(TorchDispatchMode):
             found = None
         if found is None:
             found = self.memories[storage._cdata] = Memory(StorageWeakRef(storage))
+        if not found.home:
+            found.home = self.compute
         return found
 
     def _note(self, memory: Memory, access: Access) -> None:
@@ -171,11 +185,20 @@ class Clocks(TorchDispatchMode):
         memory.accesses = [*left, access]
 
     def _freed(self, memory: Memory) -> None:
-        clock, host = self.clock(COMPUTE), self.clock(HOST)  # the host frees, and issues what comes next
+        clocks = [self.clock(stream) for stream in (memory.home or COMPUTE, HOST, *memory.users)]  # the host frees
         for other in memory.accesses:
-            if max(clock.get(other.stream, 0), host.get(other.stream, 0)) < other.time and other.stream != HOST:
+            if max(clock.get(other.stream, 0) for clock in clocks) < other.time and other.stream != HOST:
                 self.races[f"memory is freed that {other.what} on {other.stream} may still use"] = None
-        memory.accesses = []
+        memory.accesses, memory.home = [], ""
+        memory.users.clear()
+
+    def keep(self, tensor: Tensor) -> None:
+        """The allocator is told that the current stream uses the memory of a tensor."""
+        if tensor.untyped_storage().nbytes() and self.does(f"memory in use: {caller()}"):
+            memory = self._memory(tensor.untyped_storage())
+            if memory.home != self.current:
+                memory.users.add(self.current)
+                self.shared.add(tensor.untyped_storage()._cdata)
 
     def swept(self) -> None:
         """Find memory that was freed since the last look, before anybody waits for anything more."""

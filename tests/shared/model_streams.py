@@ -48,6 +48,19 @@ class ModelStream(Stream):
 
 
 @dataclass(frozen=True)
+class ModelCompute:
+    """A compute stream of the model."""
+
+    name: str
+    clocks: Clocks = field(compare=False, repr=False)
+
+    def wait_stream(self, other: "ModelCompute") -> None:
+        """This stream waits for all that the other was given."""
+        if self.clocks.does(f"wait for another compute stream: {caller()}"):
+            self.clocks.join(self.name, self.clocks.clock(other.name))
+
+
+@dataclass(frozen=True)
 class Work:
     """An NCCL collective in flight. It keeps what it works on until it was waited for, as PyTorch does."""
 
@@ -199,6 +212,17 @@ EVENTS = (
 )
 """The modules that ask for an event after the work of a device."""
 
+DEVICE_STREAMS = "fshard.runtime.comm.device_streams"
+IN_USE = (DEVICE_STREAMS, "fshard.outer_steps.outer_exchange")
+"""The modules that tell the allocator which stream uses memory."""
+
+FREES = (
+    *(f"fshard.runtime.execution.{module}" for module in ("actions", "replica_sums", "shards")),
+    "fshard.runtime.memory.slots",
+    "fshard.parts.replay",
+)
+"""The modules that free the memory of buffers."""
+
 STREAMS = ("fshard.runtime.memory.offload", "fshard.checkpoint.snapshot")
 """The modules that make streams for copies."""
 
@@ -220,9 +244,10 @@ def modelled(patch: Any, by_thread: dict[int, Clocks]) -> Iterator[None]:
             change.setattr(f"{room}.copy_stream", copies)
         for room in EVENTS:
             change.setattr(f"{room}.events", lambda device: tuple(filter(None, (mine().record(),))))
-        for room in ("runtime.execution.actions", "runtime.execution.replica_sums", "runtime.execution.shards"):
-            real = __import__(f"fshard.{room}", fromlist=["deallocate"]).deallocate
-            change.setattr(
-                f"fshard.{room}.deallocate", lambda tensor, real=real: (mine().resized(tensor), real(tensor))[1]
-            )
+        change.setattr(f"{DEVICE_STREAMS}.compute_stream", lambda device: ModelCompute(mine().current, mine()))
+        for room in IN_USE:
+            change.setattr(f"{room}.in_use", lambda tensor: mine().keep(tensor))
+        for room in FREES:
+            real = __import__(room, fromlist=["deallocate"]).deallocate
+            change.setattr(f"{room}.deallocate", lambda tensor, real=real: (real(tensor), mine().resized(tensor))[0])
         yield

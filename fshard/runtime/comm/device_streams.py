@@ -1,11 +1,12 @@
 """Streams and events that order work on a device. On the host work runs in program order, so there are no events."""
 
 import functools
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
+from torch import Tensor
 
 
 class Event(Protocol):
@@ -68,6 +69,44 @@ def make_stream(device: torch.device) -> Stream:
 def copy_stream(device: torch.device, name: str) -> Stream:
     """The side stream of one kind of copies, such as those to the host. All steps and meshes of a device share it."""
     return make_stream(device)
+
+
+class ComputeOrder:
+    """The stream that has worked on some memory, for calls whose current stream is another than before.
+
+    Work that the next call issues comes after all that was issued there. PyTorch gives memory that is freed to the
+    stream that it was made on, which may be that of an earlier call: it must know that this one has used it.
+    """
+
+    def __init__(self) -> None:
+        self.last: Any = None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Another process has its own streams."""
+        return ComputeOrder, ()
+
+    def follow(self, device: torch.device, memory: Callable[[], Iterable[Tensor]]) -> None:
+        """Let the current stream of a device work on this memory."""
+        now = compute_stream(device)
+        if now is None or now == self.last:
+            return
+        if self.last is not None:
+            now.wait_stream(self.last)
+            for tensor in memory():
+                in_use(tensor)
+        self.last = now
+
+
+def compute_stream(device: torch.device) -> Any:
+    """The current stream of a device; None on the host, and where no process has used the device."""
+    cuda = device.type == "cuda" and torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    return torch.cuda.current_stream(device) if cuda else None
+
+
+def in_use(tensor: Tensor) -> None:
+    """Keep the memory of a tensor, once it is freed, until what the current stream was given so far is done."""
+    if tensor.is_cuda:
+        tensor.record_stream(torch.cuda.current_stream(tensor.device))
 
 
 def events(device: torch.device) -> tuple[Event, ...]:

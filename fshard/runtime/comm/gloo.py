@@ -49,6 +49,7 @@ class GlooCommunicator:
         fatal: whether no rank can continue after a failed wait.
         key: names the communicator in failure notes.
         closed: why it can no longer be used.
+        rank: this rank's position.
         forked: why a child of the process cannot even wait for messages that are under way.
     """
 
@@ -62,8 +63,10 @@ class GlooCommunicator:
     numbers: Iterator[int] = field(default_factory=count)
     closed: str = ""
     forked: str = ""
+    rank: int = field(init=False)
 
     def __post_init__(self) -> None:
+        self.rank = self.group.rank()
         own(self)
 
     def disown(self, why: str) -> None:
@@ -80,14 +83,14 @@ class GlooCommunicator:
                 messages.receive(rows[peer], peer, tag)
             for peer in peers:
                 messages.send(shard, peer, tag)
-        rows[self.group.rank()].copy_(shard)
+        rows[self.rank].copy_(shard)
         return MessageHandle(messages, (out, shard))
 
     def reduce_scatter(self, out: Tensor, full: Tensor, stage: Tensor, add: bool, after: Events = ()) -> Handle:
         """Receive the peers' rows of this rank's chunk in ``stage``; ``wait`` adds them."""
         parts = []
         with self._messages("reduce-scatter") as messages:
-            sent, me, peers = full.view(self.size, -1), self.group.rank(), self._peers()
+            sent, me, peers = full.view(self.size, -1), self.rank, self._peers()
             rows = list(stage[: full.numel() - out.numel()].view(self.size - 1, -1))
             rows.insert(me, sent[me])
             cuts = [(cut, self._tag("s", sent[me][cut])) for cut in pieces(out)]
@@ -102,7 +105,8 @@ class GlooCommunicator:
     def all_reduce(self, buffer: Tensor, after: Events = ()) -> Handle:
         """gloo's ring, in place."""
         with self._naming("all-reduce") as describe:
-            return RingHandle(describe, [dist.all_reduce(buffer, group=self.group, async_op=True)], self)
+            work = dist.all_reduce(buffer, group=self.open_group(describe), async_op=True)
+            return RingHandle(describe, [work], self)
 
     def all_to_all(self, out: Tensor, full: Tensor, receive: Sizes, send: Sizes, after: Events = ()) -> Handle:
         """Receive each chunk at its place in ``out``. Empty chunks are not sent."""
@@ -115,22 +119,39 @@ class GlooCommunicator:
             for peer in peers:
                 if to[peer].numel():
                     messages.send(to[peer], peer, tag)
-        me = self.group.rank()
-        into[me].copy_(to[me])
+        into[self.rank].copy_(to[self.rank])
         return MessageHandle(messages, (out, full))
 
-    def close(self, reason: str = "") -> None:
-        """Release the process group. Its connections close when it is destroyed and no message is in flight."""
+    def close(self, reason: str = "") -> Any:
+        """Take no more collectives. Returns the process group, which the caller destroys; None if that was done.
+
+        Its connections close when it is destroyed and no message is in flight.
+        """
         if reason and self.key and not self.closed:
-            self.watchdog.notes.leave(f"{self.key}/{self.group.rank()}", reason)
-        self.closed, self.group = reason or "the mesh was closed", None
+            self.watchdog.notes.leave(f"{self.key}/{self.rank}", reason)
+        self.closed = reason or "the mesh was closed"
+        group, self.group = self.group, None
+        return group
+
+    def open_group(self, describe: str) -> Any:
+        """The process group, read once, since another thread may close the communicator: None is the default group.
+
+        Raises:
+            CommError: the communicator is closed.
+        """
+        group = None if self.closed else self.group
+        if group is None:
+            raise CommError(f"{describe} failed: it is closed: {self.closed}")
+        return group
 
     def unreachable(self) -> list[int]:
-        """The ranks whose connections are closed: sending to them fails at once."""
+        """The ranks whose connections are closed: sending to them fails at once. None where this end is closed."""
         out = []
         for peer in self._peers():
             try:
-                self.group.send([empty(1)], peer, TURNS * KINDS - 1)
+                self.open_group("a message").send([empty(1)], peer, TURNS * KINDS - 1)
+            except CommError:
+                return []
             except RuntimeError:
                 out.append(self.ranks[peer])
         return out
@@ -141,8 +162,8 @@ class GlooCommunicator:
 
         A peer that has left is an error of ``wait``: what it sent before may still be wanted, and it wants no more.
         """
-        self._check_open(call)
         messages = Messages(self, f"{call} on {self.name}")
+        self.open_group(messages.describe)
         try:
             with self._naming(call), messages:
                 yield messages
@@ -151,19 +172,17 @@ class GlooCommunicator:
 
     @contextmanager
     def _naming(self, call: str) -> Iterator[str]:
-        self._check_open(call)
         describe = f"{call} on {self.name}"
         try:
             with naming_errors(describe):
                 yield describe
-        except CommError as error:  # a peer had closed its connections before
+        except CommError as error:
+            if self.closed:
+                raise
+            # A peer had closed its connections before.
             left = {peer: reason for peer in self._peers() if (reason := self.reason(peer))}
             told = "; ".join(f"rank {self.ranks[peer]} gave up: {reason}" for peer, reason in left.items())
             raise CommError(f"{error}; {told}" if told else str(error)) from error
-
-    def _check_open(self, call: str) -> None:
-        if self.closed:
-            raise CommError(f"{call} on {self.name} failed: it is closed: {self.closed}")
 
     def explaining(self) -> AbstractContextManager[None]:
         """Errors of a wait inside quote what each rank was calling."""
@@ -180,8 +199,7 @@ class GlooCommunicator:
 
     def _peers(self) -> list[int]:
         """The other ranks, the next one first, so that ranks do not all begin with the same peer."""
-        me = self.group.rank()
-        return [(me + step) % self.size for step in range(1, self.size)]
+        return [(self.rank + step) % self.size for step in range(1, self.size)]
 
 
 class Messages:
@@ -200,17 +218,17 @@ class Messages:
     def send(self, part: Tensor, peer: int, tag: int) -> None:
         """Send to a peer."""
         hand_over()  # gloo's thread may have to read that the peer is ready: then the message goes at once
-        self._begin(self.comm.group.send, part, peer, tag)
+        self._begin("send", part, peer, tag)
 
     def receive(self, part: Tensor, peer: int, tag: int) -> int:
         """Receive from a peer: the number of the message."""
-        self._begin(self.comm.group.recv, part, peer, tag)
+        self._begin("recv", part, peer, tag)
         return len(self.works) - 1
 
-    def _begin(self, call: Callable[[list[Tensor], int, int], object], part: Tensor, peer: int, tag: int) -> None:
+    def _begin(self, call: str, part: Tensor, peer: int, tag: int) -> None:
         """Begin a message. It fails at once where the peer's connection is closed."""
         try:
-            self.works.append(call([part], peer, tag))
+            self.works.append(getattr(self.comm.open_group(self.describe), call)([part], peer, tag))
         except RuntimeError:
             with naming_errors(self.describe, self.comm.ranks[peer]):
                 raise

@@ -4,6 +4,9 @@ A packed range is a 1-D uint8 tensor: the payload, and behind it the float32 sca
 has both. Every element depends on its own block alone, by operations whose results do not depend on the length of the
 tensor. So a leaf that is packed in parts has the bits of the leaf that is packed as a whole.
 
+The host packs ranges one after the other, and each in pieces that stay in the cache. On a device all rows of a transfer
+are one tensor: how many kernels are launched does not depend on the number of ranks.
+
 A block with an element that is not finite has a scale that is not finite, and no element of it is finite again after
 unpacking: infinities and nan in a gradient reach its norm.
 """
@@ -17,6 +20,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from fshard.runtime.comm.row_sums import SHORT, sum_rows
 from fshard.sharding.wire import WireFormat
 
 PIECE = 1 << 17
@@ -69,9 +73,26 @@ def packed(source: Tensor, form: WireFormat, kernels: Kernels = no_kernels) -> T
 
 def pack(source: Tensor, form: WireFormat, out: Tensor, kernels: Kernels = no_kernels) -> Tensor:
     """Write a 1-D tensor to ``out`` in a wire format, and return it."""
+    pack_rows(source.unsqueeze(0), form, out.unsqueeze(0), kernels)
+    return out
+
+
+def pack_rows(source: Tensor, form: WireFormat, out: Tensor, kernels: Kernels = no_kernels) -> None:
+    """Write each row of a 2-D tensor to a row of ``out`` in a wire format."""
+    if on_host(source.device):
+        for row, packed_row in zip(source.unbind(), out.unbind(), strict=True):
+            _pack_host(row, form, packed_row, kernels)
+    elif form.largest is None:
+        out.view(torch.bfloat16).copy_(source)
+    elif source.numel():
+        rows = source.view(len(source), -1, form.block)
+        _pack_blocks(rows, form, *_parts(out, form, source.shape[1]), rows.new_empty(rows.shape, dtype=torch.float32))
+
+
+def _pack_host(source: Tensor, form: WireFormat, out: Tensor, kernels: Kernels) -> None:
     payload, scales = _parts(out, form, source.numel())
     room, kernel = _room(source), _kernel(kernels, "pack", form, source)
-    for cut, codes, blocks in _pieces(source.numel(), form, source.device):
+    for cut, codes, blocks in _pieces(source.numel(), form):
         if form.largest is None:
             payload[codes].view(torch.bfloat16).copy_(source[cut])
         elif kernel is not None and cut.stop - cut.start == PIECE:
@@ -79,21 +100,53 @@ def pack(source: Tensor, form: WireFormat, out: Tensor, kernels: Kernels = no_ke
         else:
             rows = source[cut].view(-1, form.block)
             _pack_blocks(rows, form, payload[codes], scales[blocks], room[: rows.numel()].view(rows.shape))
-    return out
 
 
 def unpack(given: Tensor, form: WireFormat, out: Tensor, add: int = 0, kernels: Kernels = no_kernels) -> None:
     """Write the tensor that a packed range holds to ``out``, or, where ``add`` is not 0, add it that many times."""
-    _unpack([given], form, out, int(add), kernels)
+    unpack_rows(given.unsqueeze(0), form, out.unsqueeze(0), add, kernels)
+
+
+def unpack_rows(rows: Tensor, form: WireFormat, out: Tensor, add: int = 0, kernels: Kernels = no_kernels) -> None:
+    """Write what each packed row holds to a row of ``out``, or, where ``add`` is not 0, add it that many times.
+
+    Short dtypes hold codes as they are: only the product with the scale is rounded, so a device needs no other memory.
+    """
+    add = int(add)
+    if on_host(out.device):
+        for row, part in zip(rows.unbind(), out.unbind(), strict=True):
+            _unpack_host([row], form, part, add, kernels)
+        return
+    direct = _direct(out, add) or (not add and out.dtype in SHORT and not form.rotate and form.name != "nf4")
+    values = _values(rows, form, out if direct else None, out.shape[1])
+    if add:
+        out.add_(values, alpha=add)
+    elif values is not out:
+        out.copy_(values)
 
 
 def unpack_sum(rows: Tensor, form: WireFormat, out: Tensor, add: bool, kernels: Kernels = no_kernels) -> None:
     """``out`` = the sum of the rows in their order, plus its own value if ``add``."""
+    if not on_host(out.device):
+        sum_rows(out, _values(rows, form, None, out.numel()), add)
+        return
     for number, some in enumerate(torch.split(rows, MOST)):
-        _unpack(some.unbind(), form, out, int(add or number > 0), kernels)
+        _unpack_host(some.unbind(), form, out, int(add or number > 0), kernels)
 
 
-def _unpack(ranges: Sequence[Tensor], form: WireFormat, out: Tensor, add: int, kernels: Kernels) -> None:
+def _values(rows: Tensor, form: WireFormat, out: Tensor | None, numel: int) -> Tensor:
+    """The numbers that packed rows hold, by row: in ``out``, or in memory of its own; float32 if they have scales."""
+    if form.largest is None:
+        values = rows.view(torch.bfloat16)
+        return values if out is None else out.copy_(values)
+    if out is None:
+        out = rows.new_empty((len(rows), numel), dtype=torch.float32)
+    if numel:
+        _unpack_blocks(*_parts(rows, form, numel), form, out.view(len(rows), -1, form.block))
+    return out
+
+
+def _unpack_host(ranges: Sequence[Tensor], form: WireFormat, out: Tensor, add: int, kernels: Kernels) -> None:
     """Write the sum of packed ranges in their order to ``out``, or add them that many times, one after the other.
 
     A piece of ``out`` takes all ranges before the next one, so that it is read and written once.
@@ -101,7 +154,7 @@ def _unpack(ranges: Sequence[Tensor], form: WireFormat, out: Tensor, add: int, k
     parts = [_parts(given, form, out.numel()) for given in ranges]
     kernel = _kernel(kernels, "add" if add else "unpack", form, out, len(ranges)) if add in (0, 1) else None
     room = out if _direct(out, add) and len(ranges) == 1 else _room(out)
-    for cut, codes, blocks in _pieces(out.numel(), form, out.device):
+    for cut, codes, blocks in _pieces(out.numel(), form):
         whole = out[cut]
         if kernel is not None and whole.numel() == PIECE:
             kernel(whole.view(-1, form.block), [p[codes] for p, _ in parts], [s[blocks] for _, s in parts])
@@ -135,60 +188,77 @@ def rounded(source: Tensor, form: WireFormat, out: Tensor, kernels: Kernels = no
 
 
 def _kernel(kernels: Kernels, what: str, form: WireFormat, x: Tensor, ranges: int = 1) -> Kernel | None:
-    """The kernel for pieces of a tensor; None where it is too short, or not of float32 on the host."""
-    fits = form.largest is not None and x.numel() >= PIECE and x.dtype == torch.float32 and x.device.type == "cpu"
+    """The kernel for pieces of a tensor; None where it is too short, or not of float32."""
+    fits = form.largest is not None and x.numel() >= PIECE and x.dtype == torch.float32
     return kernels(what, form, ranges) if fits else None
 
 
 def _parts(given: Tensor, form: WireFormat, numel: int) -> tuple[Tensor, Tensor]:
-    """The payload and the scales of a packed range."""
+    """The payloads and the scales of packed ranges, which are the last dim."""
     end = form.payload(numel)
-    return given[:end], given[end:].view(torch.float32)
+    return given[..., :end], given[..., end:].view(torch.float32)
 
 
-def _piece(device: torch.device) -> int:
-    return PIECE if device.type == "cpu" else 1 << 62
+def on_host(device: torch.device) -> bool:
+    """Tell whether the host packs, or would, so that the cache matters and the number of calls does not."""
+    return device.type in ("cpu", "meta")
 
 
-def _pieces(numel: int, form: WireFormat, device: torch.device) -> Iterator[tuple[slice, slice, slice]]:
+def _pieces(numel: int, form: WireFormat) -> Iterator[tuple[slice, slice, slice]]:
     """The ranges of pieces: of elements, of bytes of the payload, and of scales."""
-    piece = _piece(device)
-    for begin in range(0, numel, piece):
-        end = min(begin + piece, numel)
+    for begin in range(0, numel, PIECE):
+        end = min(begin + PIECE, numel)
         codes = slice(form.payload(begin), form.payload(end))
         yield slice(begin, end), codes, slice(begin // form.block, end // form.block)
 
 
 def _room(x: Tensor) -> Tensor:
     """Memory for the results of a piece, in float32: new memory for each piece would take as long as its work."""
-    return x.new_empty(min(_piece(x.device), x.numel()), dtype=torch.float32)
+    return x.new_empty(min(PIECE, x.numel()), dtype=torch.float32)
 
 
 def _pack_blocks(rows: Tensor, form: WireFormat, payload: Tensor, scales: Tensor, codes: Tensor) -> None:
-    """Pack rows, which are blocks. ``codes`` is room for as many numbers."""
+    """Pack blocks, which are the last dim of ``rows``. ``codes`` is room for as many numbers."""
     assert form.largest is not None
-    rows = rows.float()
+    apart = not on_host(rows.device)
+    if not apart or form.rotate or form.stochastic or rows.dtype == torch.float64:
+        rows = rows.float()
     if form.rotate:
         rows = rotated(rows)
-    # Two reductions read the rows once more than one over absolute values, and write nothing.
-    torch.amax(rows, 1, out=scales)
-    torch.maximum(scales, torch.amin(rows, 1).neg_(), out=scales)
+    if apart:
+        torch.linalg.vector_norm(rows, math.inf, -1, dtype=torch.float32, out=scales)
+    else:  # a norm takes ten times as long there; two reductions read the rows once more, and write nothing
+        torch.amax(rows, -1, out=scales)
+        torch.maximum(scales, torch.amin(rows, -1).neg_(), out=scales)
     scales.mul_(1 / form.largest).clamp_min_(SMALLEST)
-    torch.div(rows, scales.unsqueeze(1), out=codes)
+    torch.div(rows, scales.unsqueeze(-1), out=codes)
     if form.stochastic and form.codes.whole:
         codes.add_(noise(rows)).floor_().clamp_(-form.largest, form.largest)
     if form.name == "nf4":
         _round_to_nf4(codes)
-    if form.codes.dtype.is_floating_point:
-        payload.view(form.codes.dtype).copy_(codes.view(-1))
-        return
-    codes.round_()
     if form.codes.bits == 8:
-        payload.view(form.codes.dtype).copy_(codes.view(-1))
-    else:  # the first half of a block is in the low bits, the second in the high ones
-        low, high = codes.view(-1, 2, form.block // 2).unbind(1)
+        if form.codes.whole:
+            codes.round_()
+        payload.view(form.codes.dtype).view(codes.shape).copy_(codes)
+        return
+    # The first half of a block is in the low bits, the second in the high ones.
+    pairs = payload.view(*codes.shape[:-1], form.block // 2)
+    if apart:
+        numbers = torch.bucketize(codes, _steps(codes.device), out_int32=True, right=True)
+        low, high = numbers.view(*pairs.shape[:-1], 2, -1).unbind(-2)
+        torch.add(low, high, alpha=2 * NIBBLE, out=pairs)
+    else:
+        low, high = codes.round_().view(*pairs.shape[:-1], 2, -1).unbind(-2)
         low.add_(high, alpha=2 * NIBBLE).add_(NIBBLE + 2 * NIBBLE * NIBBLE)
-        payload.view(low.shape).copy_(low)
+        pairs.copy_(low)
+
+
+@functools.cache
+def _steps(device: torch.device) -> Tensor:
+    """The least numbers of the codes 1 to 15 of four bits: half of the way between two goes to the even one."""
+    halves = torch.arange(-NIBBLE, NIBBLE - 1, dtype=torch.float32, device=device) + 0.5
+    even = halves.floor().remainder(2) == 0
+    return torch.where(even, halves.nextafter(torch.full_like(halves, math.inf)), halves)
 
 
 def _round_to_nf4(codes: Tensor) -> None:
@@ -198,7 +268,7 @@ def _round_to_nf4(codes: Tensor) -> None:
     elements near its ends: what it is grows with the element, and does so for middles and elements alike.
     """
     tables, flat = _nf4_tables(codes.device), codes.view(-1)
-    some = SOME if codes.device.type == "cpu" else flat.numel()
+    some = SOME if on_host(codes.device) else flat.numel()
     for begin in range(0, flat.numel(), some):
         part = flat[begin : begin + some]
         cells = _cells(part)
@@ -231,18 +301,24 @@ def _nf4_tables(device: torch.device) -> _Nf4:
 
 
 def _unpack_blocks(payload: Tensor, scales: Tensor, form: WireFormat, rows: Tensor) -> None:
-    pairs, halves = payload.view(-1, form.block // 2), rows.view(-1, 2, form.block // 2)
-    if form.name == "nf4":
-        numbers = payload.int()
-        for half, values in zip(halves.unbind(1), _nf4_tables(rows.device).values, strict=True):
-            half.copy_(values.index_select(0, numbers).view(half.shape))
-    elif form.codes.bits == 4:
-        halves[:, 0].copy_(pairs & (2 * NIBBLE - 1))
-        halves[:, 1].copy_(pairs >> 4)
-        rows.sub_(NIBBLE)
+    """Write the blocks of a payload and their scales to ``rows``, whose last dim they are."""
+    factors = scales.unsqueeze(-1)
+    if form.codes.bits == 4:
+        pairs = payload.view(*rows.shape[:-1], form.block // 2)
+        low, high = rows.view(*rows.shape[:-1], 2, -1).unbind(-2)
+        if form.name == "nf4":
+            numbers = pairs.reshape(-1).int()
+            for half, values in zip((low, high), _nf4_tables(rows.device).values, strict=True):
+                half.copy_(values.index_select(0, numbers).view(half.shape))
+        else:
+            torch.bitwise_and(pairs, 2 * NIBBLE - 1, out=low)
+            torch.bitwise_right_shift(pairs, 4, out=high)
+            rows.sub_(NIBBLE)
+        rows.mul_(factors)
+    elif form.codes.whole:
+        torch.mul(payload.view(form.codes.dtype).view(rows.shape), factors, out=rows)
     else:
-        rows.copy_(payload.view(form.codes.dtype).view(rows.shape))
-    rows.mul_(scales.unsqueeze(1))
+        rows.copy_(payload.view(form.codes.dtype).view(rows.shape)).mul_(factors)
     if form.rotate:
         rows.copy_(rotated(rows))
 
@@ -255,17 +331,17 @@ def rotated(rows: Tensor) -> Tensor:
     >>> rotated(torch.tensor([[1.0, 0.0, 0.0, 0.0]])).tolist()
     [[0.5, 0.5, 0.5, 0.5]]
     """
-    width, step = rows.shape[1], 1
-    while step < width:
-        pairs = rows.view(-1, width // (2 * step), 2, step)
+    shape, step = rows.shape, 1
+    while step < shape[-1]:
+        pairs = rows.view(-1, shape[-1] // (2 * step), 2, step)
         rows = torch.stack((pairs[:, :, 0] + pairs[:, :, 1], pairs[:, :, 0] - pairs[:, :, 1]), 2)
         step *= 2
-    return rows.view(-1, width) * (1 / math.sqrt(width))
+    return rows.view(shape) * (1 / math.sqrt(shape[-1]))
 
 
 def noise(rows: Tensor) -> Tensor:
     """Numbers in [0, 1) for float32 rows: a hash of each element and its place in the row."""
-    bits = rows.contiguous().view(torch.int32) + torch.arange(rows.shape[1], dtype=torch.int32, device=rows.device)
+    bits = rows.contiguous().view(torch.int32) + torch.arange(rows.shape[-1], dtype=torch.int32, device=rows.device)
     for shift, factor in ((16, 0x45D9F3B), (15, 0x2C1B3C6D), (16, 0x297A2D39)):
         bits = (bits ^ (bits >> shift)) * factor
     low: Tensor = bits & 0xFFFFFF

@@ -179,12 +179,12 @@ class ProcessTransport:
         gone = []
         for comm in comms:
             if isinstance(comm, GlooCommunicator) and comm.group is not None:
-                gone.append(comm.group)
-                comm.close(reason)
+                gone.append(comm.close(reason))
         if reason:
             late = [comm for comm in comms if isinstance(comm, NcclCommunicator)]
             self.cuts.tell(late, reason)
             gone += self._cut(late, reason)
+        gone = [group for group in gone if group is not None]  # another thread may have closed it at the same time
         self.groups[:] = [group for group in self.groups if not any(group is other for other in gone)]
         self._destroy(gone, DROPPING)
 
@@ -204,7 +204,8 @@ class ProcessTransport:
 
         def destroy() -> None:
             while groups:
-                dist.destroy_process_group(groups.pop())
+                with suppress(ValueError):  # another thread has closed it at the same time
+                    dist.destroy_process_group(groups.pop())
 
         if groups and dist.is_initialized():
             with suppress(TimeoutError):

@@ -53,6 +53,12 @@ class OwnMemory:
     known: set[int] = field(default_factory=set)
     readers: int = 0
 
+    def close(self) -> None:
+        """Close the file descriptor; the memory stays."""
+        file, self.file = self.file, -1
+        if file >= 0:
+            os.close(file)
+
 
 @dataclass
 class Peer:
@@ -109,8 +115,7 @@ class SharedMemory:
                 pass
         distinct = {id(part): part for part in parts.values()}
         ends = list(accumulate(-(-part.nbytes // LINE) * LINE for part in distinct.values()))
-        slot = self._memory(ends[-1])
-        memory = self.own[slot]
+        slot, memory = self._memory(ends[-1])
         spans = {}
         for (key, part), begin in zip(distinct.items(), (0, *ends), strict=False):
             spans[key] = begin, begin + part.nbytes
@@ -120,9 +125,8 @@ class SharedMemory:
             files = [] if at in memory.known else [memory.file]
             self._send(at, HEAD.pack(READY, call, number, slot, *spans[id(part)]), files)
             memory.known.add(at)
-        if memory.file >= 0 and len(memory.known) == len(self.peers):
-            os.close(memory.file)
-            memory.file = -1
+        if len(memory.known) == len(self.peers):
+            memory.close()
 
     @contextmanager
     def part(self, at: int, number: int, call: bytes, like: Tensor) -> Iterator[Tensor]:
@@ -159,30 +163,35 @@ class SharedMemory:
             del waits[me]
 
     def close(self, reason: str = "") -> None:
-        """Close all links; peers that wait for this rank get the reason."""
+        """Close all links; peers that wait for this rank get the reason.
+
+        Another thread may be inside of a collective: it learns why first, and no descriptor is closed twice, since its
+        number may be another file's by then.
+        """
+        told = bool(reason) and not self.closed
+        self.closed = self.closed or reason or "the mesh was closed"
         text = HEAD.pack(GONE, b"-", 0, 0, 0, 0) + reason.encode(errors="replace")[:INLINE]
         for peer in self.peers.values():
-            if reason and not self.closed:
+            if told:
                 with suppress(OSError):
                     peer.link.send(text)
             peer.link.close()
-        self.closed = self.closed or reason or "the mesh was closed"
-        for memory in self.own:
-            if memory.file >= 0:
-                os.close(memory.file)
-        self.own.clear()
+        while self.own:
+            with suppress(IndexError):  # both threads took the last one
+                self.own.pop().close()
 
     def _check_open(self) -> None:
         if self.closed:
             raise ConnectionError(f"it is closed: {self.closed}")
 
-    def _memory(self, size: int) -> int:
-        """The number of memory without readers."""
-        fits = [slot for slot, one in enumerate(self.own) if not one.readers and one.data.nbytes >= size]
+    def _memory(self, size: int) -> tuple[int, OwnMemory]:
+        """Memory without readers, and its number."""
+        fits = [(slot, one) for slot, one in enumerate(self.own) if not one.readers and one.data.nbytes >= size]
         if fits:
-            return min(fits, key=lambda slot: self.own[slot].data.nbytes)
-        self.own.append(OwnMemory(*make_memory(-(-size // PAGE) * PAGE)))
-        return len(self.own) - 1
+            return min(fits, key=lambda each: each[1].data.nbytes)
+        made = OwnMemory(*make_memory(-(-size // PAGE) * PAGE))
+        self.own.append(made)
+        return len(self.own) - 1, made
 
     def _send(self, at: int, message: bytes, files: Sequence[int] = ()) -> None:
         """Send. While the link is full, read messages of peers, which may be waiting for that."""
@@ -222,6 +231,7 @@ class SharedMemory:
         try:
             self._handle(peer, message, files)
         except (struct.error, LookupError, ValueError, OSError) as error:
+            self._check_open()  # another thread has let go of the memory that is meant
             peer.gone = peer.gone or (
                 str(error) if isinstance(error, OSError) else f"has sent what is no message: {error}"
             )

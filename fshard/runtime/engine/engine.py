@@ -32,6 +32,7 @@ from fshard.runtime.engine.batch import BatchWatch
 from fshard.runtime.engine.parameters import Parameters
 from fshard.runtime.engine.proxies import Mispredicted
 from fshard.runtime.engine.remat_rules import NO_REMAT, Remat, reentrant_refused
+from fshard.runtime.engine.saved_hooks import without_parameters
 from fshard.runtime.engine.units import GRAD, VERSION, Called, UnitReads, Units, bare
 from fshard.runtime.graphs import Compiled
 from fshard.runtime.memory import Slots
@@ -174,7 +175,8 @@ class Engine:
             versions = list(map(VERSION, watched))
         self.inside, self.passed = name, inputs
         try:
-            result = function(*args, **kwargs)
+            with without_parameters(self.slots):
+                result = function(*args, **kwargs)
         except Exception as error:
             if isinstance(error, RuntimeError) and "in-place operation" in str(error):
                 raise _forbidden(unit, called, args, kwargs) from error
@@ -231,7 +233,8 @@ class Engine:
         params = self.parameters.tree()
         versions = self.parameters.versions()
         watched = BatchWatch(batch, train)
-        with nullcontext() if self.traits.exact is False else exact() as derivatives:
+        watch = nullcontext() if self.traits.exact is False else exact()
+        with watch as derivatives, without_parameters(self.slots):
             result = fn(params, batch)
         self.exact = self.exact or (derivatives is not None and derivatives.used)
         watched.check()

@@ -20,9 +20,9 @@ from fshard.runtime.execution.shards import Shard, Shards
 from fshard.runtime.execution.wires import gathered, scattered, updated
 from fshard.runtime.memory.allocation import allocate, deallocate
 from fshard.runtime.memory.gradients import FlatGradients, GradientBuffers
-from fshard.runtime.memory.offload import Offload
 from fshard.runtime.memory.optimizer_layout import RESIDUAL
 from fshard.runtime.memory.slots import GroupSlots, Slots, pack, unpack
+from fshard.runtime.memory.step_memory import StepMemory
 from fshard.schedule.infos import secondary_axes
 from fshard.schedule.ops import Op
 from fshard.schedule.transfers import awaited, started
@@ -41,13 +41,13 @@ class Resident:
     """This rank's shards, in the dtypes that units read.
 
     Args:
-        casts: room for the shard of each group that units read in another dtype, or that travels packed, by group id.
-        offload: copies to and from host memory.
+        memory: the memory of the step, with room for casts, and copies to and from host memory.
         kernels: compiled ones that pack.
     """
 
-    def __init__(self, casts: Mapping[int, Tensor], offload: Offload, kernels: Kernels = packing.no_kernels) -> None:
-        self.casts, self.offload, self.kernels = casts, offload, kernels
+    def __init__(self, memory: StepMemory, kernels: Kernels = packing.no_kernels) -> None:
+        self.casts, self.offload, self.kernels = memory.casts, memory.offload, kernels
+        self.follow = memory.follow
         self.shards: Sequence[Shard] = ()
         self.fresh: set[int] = set()  # groups whose cast is that of the shard
 
@@ -152,6 +152,7 @@ class Actions:
         """
         self.update, self.own, self.feedback = update, own, feedback
         self._clear()
+        self.resident.follow()
         self.gradients.start(accumulated)
         self.resident.start(shards)
         self.standing.bind(shards, update is not None and not own)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fshard.errors import half_updated
 from fshard.optim.contract import Contract
-from fshard.runtime.comm.device_streams import events
+from fshard.runtime.comm.device_streams import ComputeOrder, events
 from fshard.runtime.engine.units import VERSION
 from fshard.runtime.execution.rounding import Rounding
 from fshard.runtime.execution.shards import Gradients, Shard, Shards
@@ -28,6 +28,7 @@ class PendingUpdate:
         scale: what gradients are divided by, for each rule of clipping; None for 1.
         rounding: what updates those groups that are rounded stochastically; None if there are none.
         unit: what residuals are multiplied by, so that a state can keep them.
+        device: whose streams work on it.
         waiting: the groups that are still to be updated, in order.
         broken: how the update rule failed, if it had written something by then.
     """
@@ -38,12 +39,23 @@ class PendingUpdate:
     scale: Sequence[float | None] = (None,)
     rounding: Rounding | None = None
     unit: float = 1.0
+    device: torch.device = torch.device("cpu")
     waiting: dict[int, None] = field(init=False)
     broken: str = field(default="", init=False)
     divisors: dict[tuple[int, torch.device, torch.dtype], Tensor] = field(default_factory=dict, init=False, repr=False)
+    order: ComputeOrder = field(default_factory=ComputeOrder, init=False, repr=False)
 
     def __post_init__(self) -> None:
         self.waiting = dict.fromkeys(self.grads.update_slices)
+        self.follow()
+
+    def follow(self) -> None:
+        """Let the current stream of the device work on it, after what worked on it before."""
+        self.order.follow(self.device, self._tensors)
+
+    def _tensors(self) -> list[Tensor]:
+        held = [buffer for group in self.waiting for buffer in self.grads.buffers(group)]
+        return [*held, *self.divisors.values()]
 
     def apply(self, shards: Shards, groups: Sequence[int]) -> None:
         """Update these groups, unless that was done: one call for all slices of equal hyper-parameters and dtype.
@@ -109,6 +121,7 @@ class PendingUpdate:
     def detach(self) -> None:
         """Keep gradients that wait in memory of their own: the step that made them is about to write to theirs."""
         if self.waiting:
+            self.follow()
             self.grads = self.grads.copied(self.waiting)
 
     def _apart(self, groups: Sequence[int]) -> list[int]:
@@ -172,6 +185,11 @@ class Several:
     def broken(self) -> str:
         """Say how an update rule failed, if it had written something by then."""
         return next((part.broken for part in self.parts if part.broken), "")
+
+    def follow(self) -> None:
+        """See ``PendingUpdate.follow``."""
+        for part in self.parts:
+            part.follow()
 
     def refuse(self, why: str) -> None:
         """Mark all of them as broken."""

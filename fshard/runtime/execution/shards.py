@@ -9,6 +9,7 @@ from torch import Tensor
 
 from fshard.model.philox import fold, uniform
 from fshard.optim.contract import Contract
+from fshard.runtime.comm.device_streams import ComputeOrder
 from fshard.runtime.memory.allocation import deallocate
 from fshard.runtime.memory.memory_spaces import UpdateStaging, memory_space, same_memory, update_stagings
 from fshard.runtime.memory.optimizer_layout import (
@@ -120,12 +121,14 @@ class Shards(list[Shard]):
     Attributes:
         layouts: where each one keeps the optimizer's buffers.
         readers: end what still reads them beside the compute stream, such as the copy for a checkpoint.
+        order: the stream that has worked on them.
     """
 
     def __init__(self, shards: Iterable[Shard]) -> None:
         super().__init__(shards)
         self.layouts = tuple([shard.layouts for shard in self])
         self.readers: list[Callable[[], None]] = []
+        self.order = ComputeOrder()
         self._calls: dict[int, tuple[Gradients, dict[tuple[int, ...], Calls]]] = {}
 
     def overwrite(self) -> "Shards":
@@ -133,6 +136,11 @@ class Shards(list[Shard]):
         while self.readers:
             self.readers[-1]()
             self.readers.pop()
+        return self
+
+    def follow(self, device: torch.device) -> "Shards":
+        """The same, once the current stream of a device has waited for what worked on them before."""
+        self.order.follow(device, lambda: self.tensors(range(len(self))))
         return self
 
     def calls(self, grads: "Gradients", due: tuple[int, ...]) -> "Calls":
@@ -213,9 +221,12 @@ class Gradients:
 
     def release(self, group: int) -> None:
         """Let go of the gradient of a group in ``passing``."""
-        deallocate(self.shards[group])
-        for left in self.left.get(group, {}).values():
-            deallocate(left)
+        for buffer in self.buffers(group):
+            deallocate(buffer)
+
+    def buffers(self, group: int) -> list[Tensor]:
+        """The gradient of a group, and what its sum over replicas has left."""
+        return [self.shards[group], *self.left.get(group, {}).values()]
 
     def copied(self, groups: Collection[int]) -> "Gradients":
         """The gradients of some groups in memory of their own."""

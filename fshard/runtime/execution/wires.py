@@ -13,7 +13,17 @@ from torch import Tensor
 from fshard.runtime.comm import Handle
 from fshard.runtime.comm.communicator import Communicator
 from fshard.runtime.comm.device_streams import events
-from fshard.runtime.comm.packing import MOST, PIECE, Kernels, no_kernels, pack, packed, unpack, unpack_sum
+from fshard.runtime.comm.packing import (
+    MOST,
+    PIECE,
+    Kernels,
+    no_kernels,
+    pack_rows,
+    packed,
+    unpack,
+    unpack_rows,
+    unpack_sum,
+)
 from fshard.sharding.layout import Group
 from fshard.sharding.mesh import Mesh
 from fshard.sharding.wire import WireFormat
@@ -54,11 +64,9 @@ def gathered(
     """An all-gather of packed shards, under way to ``rows``, that arrives in ``out``."""
     parts = rows.numel() // max(1, sent.numel())
 
-    def finish() -> None:
-        for row, chunk in zip(rows.view(parts, -1).unbind(), out.view(parts, -1).unbind(), strict=True):
-            unpack(row, form, chunk, False, kernels)
-
-    return Unpacking(work, finish, (rows, sent))
+    return Unpacking(
+        work, lambda: unpack_rows(rows.view(parts, -1), form, out.view(parts, -1), 0, kernels), (rows, sent)
+    )
 
 
 def scattered(
@@ -74,8 +82,7 @@ def scattered(
     ``full`` can be overwritten at once.
     """
     sent = full.new_empty((comm.size, form.nbytes(out.numel())), dtype=torch.uint8)
-    for row, chunk in zip(sent.unbind(), full.view(comm.size, -1).unbind(), strict=True):
-        pack(chunk, form, row, kernels)
+    pack_rows(full.view(comm.size, -1), form, sent, kernels)
     rows = torch.empty_like(sent)
     work = comm.all_to_all(rows.view(-1), sent.view(-1), None, None, events(sent.device))
     return Unpacking(work, lambda: unpack_sum(rows, form, out, add, kernels), (sent, rows))
@@ -99,8 +106,7 @@ def updated(comm: Communicator, own: Tensor, param: Tensor, held: Tensor, form: 
 
 def add_rows(rows: Tensor, form: WireFormat, param: Tensor) -> None:
     """Add the differences of all ranks, by row, to the parts of a shard."""
-    for row, part in zip(rows.unbind(), param.view(len(rows), -1).unbind(), strict=True):
-        unpack(row, form, part, add=True)
+    unpack_rows(rows, form, param.view(len(rows), -1), 1)
 
 
 @dataclass(frozen=True)

@@ -1,13 +1,14 @@
 """The memory that a step keeps from one call to the next: the arena, gradients, and casts of shards."""
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from fshard.runtime.comm.device_streams import ComputeOrder
 from fshard.runtime.memory.allocation import deallocate
 from fshard.runtime.memory.memory_spaces import memory_space
 from fshard.runtime.memory.offload import Offload
@@ -49,6 +50,7 @@ class StepMemory:
         homes: the ``home`` of each, which updates read.
         left: the ``left`` of those that have any, which updates keep.
         arena: the arena of programs that have a schedule; None before the first.
+        order: the stream that has worked on all of this.
         casts: room for the shards of groups that units read in another dtype, or that travel packed, by group id.
         reduced: the groups whose gradients are reduced.
         passing: the groups whose gradients have memory on the device only from the backward to the update.
@@ -61,6 +63,7 @@ class StepMemory:
         self.left: dict[int, Mapping[str, Tensor]] = {}
         self.casts: dict[int, Tensor] = {}
         self.arena: Tensor | None = None
+        self.order = ComputeOrder()
         self.reduced = frozenset(number for number, info in enumerate(infos) if train and info.reduced)
         self.trained = [group for group in plan.groups if train and group.trainable]
         self.passing = frozenset([group.id for group in self.trained if not group.offloaded])
@@ -82,6 +85,17 @@ class StepMemory:
                 self.homes[group.id] = made.home
                 if made.left:
                     self.left[group.id] = made.left
+
+    def follow(self) -> None:
+        """Let the current stream of the device work on all of this, after what worked on it before."""
+        self.order.follow(self.plan.mesh.device, self._tensors)
+
+    def _tensors(self) -> Iterator[Tensor]:
+        yield from self.casts.values()
+        if self.arena is not None:
+            yield self.arena
+        for made in self.gradients.values():
+            yield from (made.shard, made.own, *made.left.values())
 
     def _gradient(self, group: Group) -> GroupBuffers:
         device, chunk = self.plan.mesh.device, group.owned.chunk

@@ -285,7 +285,7 @@ class Programs:
             buffers[group] = GradientBuffers(slots, *made)
         if beside is not None:
             return engine, beside.beside(engine.slots, self.comms, gradients)
-        resident = Resident(memory.casts, memory.offload, packing_kernels(self.cache))
+        resident = Resident(memory, packing_kernels(self.cache))
         return engine, Actions(engine.slots, self.comms, gradients, resident, memory.poison)
 
     def _compiled(self, prepared: Prepared, found: ProgramTrace) -> None:
