@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import fshard as fs
@@ -71,15 +71,19 @@ def lanes_of(programs: Sequence[RankProgram]) -> dict[str, Lane]:
     return {name: kind.lane for one in programs for name, kind in one.messages.items()}
 
 
-@given(cases(), st.integers(0, 1000), st.sampled_from([Policy(), Policy(prefetch=0, reduces=0), Policy(reshard=False)]))
-def test_generated_schedules_fit_together(
-    case: tuple[int, int, int, int, str, bool], seed: int, policy: Policy
-) -> None:
+def fit_together(case: tuple[int, int, int, int, str, bool], seed: int, policy: Policy) -> None:
+    """Build the schedules of all positions, and check them alone and together."""
     schedules, programs = made(case, seed, policy)
     for schedule in schedules:
         check(schedule)
-        assert fs.Schedule is type(schedule)
     check_joint(schedules, lanes_of(programs))
+
+
+DRAWN = cases(), st.integers(0, 1000), st.sampled_from([Policy(), Policy(prefetch=0, reduces=0), Policy(reshard=False)])
+test_generated_schedules_fit_together = given(*DRAWN)(fit_together)
+test_a_thousand_generated_schedules_fit_together = pytest.mark.slow(
+    settings(max_examples=1000, deadline=None)(given(*DRAWN)(fit_together))
+)
 
 
 CASE = (3, 2, 4, 1, "1f1b", True)
