@@ -293,7 +293,7 @@ class StageEngine(Engine):
         return self._writable(number, tree.unflatten(spec, leaves))
 
     def _view(self, stage: int, absent: AbsentResults) -> StageView:
-        """See the program on a stage. A value that is no tensor is as it was when the program was traced."""
+        """Make the view of the program on a stage. Values that are no tensors are those of the trace."""
         values = [
             [absent.like(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
             for _, leaves in self.staged.results

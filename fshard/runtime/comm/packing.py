@@ -110,7 +110,7 @@ def unpack(given: Tensor, form: WireFormat, out: Tensor, add: int = 0, kernels: 
 def unpack_rows(rows: Tensor, form: WireFormat, out: Tensor, add: int = 0, kernels: Kernels = no_kernels) -> None:
     """Write what each packed row holds to a row of ``out``, or, where ``add`` is not 0, add it that many times.
 
-    Short dtypes hold codes as they are: only the product with the scale is rounded, so a device needs no other memory.
+    Codes are exact in short dtypes, and only their product with the scale is rounded. So a device needs no more memory.
     """
     add = int(add)
     if on_host(out.device):
