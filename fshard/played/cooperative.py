@@ -20,6 +20,7 @@ from torch.backends import cuda
 
 from fshard.errors import CommError, PeerError, lines
 from fshard.played.lives import Lives
+from fshard.schedule.transfers import COLLECTIVES
 from fshard.runtime.comm.call_site import call_site
 from fshard.runtime.comm.devices import carried
 from fshard.sharding.mesh import Mesh
@@ -218,12 +219,21 @@ class Scheduler:
         if following is None:
             if self.idle():
                 return
-            following = next((thread for thread in order if not thread.ended), None)
-            if following is not None and self.failure is None:
-                self.fail("no rank can go on:")
+            following = self._parted(order)
         if following is not None:
             self.current = following
             following.turn.release()
+
+    def _parted(self, order: list[RankThread]) -> RankThread | None:
+        """The rank to wake in a deadlock, with an error: one whose program waits for a rank that is elsewhere, or any."""
+        waiting = [thread for thread in order if not thread.ended]
+        if self.failure is None:
+            self.lives.part(COLLECTIVES, {thread.rank: thread.waits[1] for thread in waiting if thread.waits})
+            if (thread := next((each for each in waiting if each.runnable()), None)) is not None:
+                return thread
+            if waiting:
+                self.fail("no rank can go on:")
+        return waiting[0] if waiting else None
 
     def idle(self) -> bool:
         """Called when no rank can go on: whether it is to stay so, until somebody else wakes one."""

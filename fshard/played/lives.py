@@ -34,6 +34,21 @@ class Lives:
             self.number[role, rank] = life + 1
             self.reasons.setdefault((role, life), {})[rank] = reason
 
+    def part(self, role: str, elsewhere: dict[int, str]) -> None:
+        """No rank can go on: end a life that some ranks use for those that never did, and wait elsewhere.
+
+        Between processes these meet in no collective of the role either: its communicator is not made.
+
+        Args:
+            role: of the communicators.
+            elsewhere: where each rank waits.
+        """
+        lives = {self.number.get((role, rank), 0) for rank in elsewhere if (role, rank) in self.joined}
+        for rank, place in elsewhere.items():
+            if (role, rank) not in self.joined and self.number.get((role, rank), 0) in lives:
+                self.joined.add((role, rank))
+                self.end(role, rank, f"it waits for {place}")
+
     def gone(self, role: str, life: int, members: tuple[int, ...]) -> str:
         """Say which of some ranks have given up a life of a role, and why; empty if none has.
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from fshard.errors import CommError
+from fshard.errors import CommError, ShardError
 
 SOURCE = re.compile(r"^\[/[^]]*\] ")
 """gloo's own file and line at the start of its errors."""
@@ -29,7 +29,7 @@ def naming_errors(describe: str, rank: int | None = None) -> Iterator[str]:
     """Turn errors of the transport into a ``CommError`` that names the collective and the rank."""
     try:
         yield describe
-    except CommError:
+    except ShardError:
         raise
     except (RuntimeError, OSError) as error:
         text = SOURCE.sub("", (str(error).splitlines() or [type(error).__name__])[0]).partition(ADVICE)[0]

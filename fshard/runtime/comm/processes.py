@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from fshard.errors import CommError, ScheduleError
+from fshard.errors import CommError, PeerError, ScheduleError
 from fshard.forks import keep, own
 from fshard.runtime.comm.bounded import bounded, bounded_together
 from fshard.runtime.comm.calls import announce
@@ -232,7 +232,7 @@ class ProcessTransport:
         try:
             with naming_errors(f"making {what}"), self.watchdog.waiting(what):
                 return bounded(make, self.watchdog.timeout + GRACE, f"making {what}", look)
-        except ScheduleError:
+        except (ScheduleError, PeerError):
             self.abort(COLLECTIVES)  # as ranks at a step do
             raise
         except CommError as error:
@@ -248,7 +248,7 @@ class ProcessTransport:
         fatal = role != COLLECTIVES and not role.startswith("checkpoint")
         if self.backend != "fake":
             # Without names of axes: ranks of two meshes can then exchange messages and report how the meshes differ.
-            announce(self._base(), f"making the communicator {role} of {parts}")
+            announce(self._meeting(role), f"making the communicator {role} of {parts}")
         links, linked = self._connect(parts) if backend == "gloo" and self.shared_memory else (None, set())
         group: Any = None
         for ranks in parts:
@@ -262,6 +262,15 @@ class ProcessTransport:
             kernel_of(self.mesh.device)  # compiled and compared now, not inside of a step
             return NcclCommunicator(name, size, group, make_stream(self.mesh.device), self._name(group))
         return GlooCommunicator(name, size, group, self.watchdog, told, fatal, self._name(group))
+
+    def _meeting(self, role: str) -> Communicator:
+        """The communicator on which ranks meet to make another one.
+
+        A program may ask for its first collective when another rank has failed before its own. That rank is at the end
+        of its step, on the control communicator: there the others learn of it.
+        """
+        control = self.comms.get(("control", self.mesh.axis_names)) if role == COLLECTIVES else None
+        return control or self._base()
 
     def _group(self, ranks: Sequence[int], backend: str, **options: Any) -> Any:
         """A process group; None for ranks outside of it, which must make the call, too.
