@@ -20,9 +20,9 @@ from torch.backends import cuda
 
 from fshard.errors import CommError, PeerError, lines
 from fshard.played.lives import Lives
-from fshard.schedule.transfers import COLLECTIVES
 from fshard.runtime.comm.call_site import call_site
 from fshard.runtime.comm.devices import carried
+from fshard.schedule.transfers import COLLECTIVES
 from fshard.sharding.mesh import Mesh
 
 Ready = Callable[[], bool]
@@ -225,7 +225,7 @@ class Scheduler:
             following.turn.release()
 
     def _parted(self, order: list[RankThread]) -> RankThread | None:
-        """The rank to wake in a deadlock, with an error: one whose program waits for a rank that is elsewhere, or any."""
+        """The rank to wake in a deadlock, with an error: one whose program waits for a rank elsewhere, or any."""
         waiting = [thread for thread in order if not thread.ended]
         if self.failure is None:
             self.lives.part(COLLECTIVES, {thread.rank: thread.waits[1] for thread in waiting if thread.waits})

@@ -1,4 +1,4 @@
-"""A rank that fails before the first collective of its program: the others wait in none, on processes as on virtual ranks.
+"""A rank that fails before the first collective of its program: no other rank waits, be it a process or virtual.
 
 The communicator of a program's collectives is made when the first of them is called. A rank that has failed by then
 makes none.
