@@ -124,7 +124,7 @@ class Body:
             first = instance.modules[0]
             out = first(*args, **kwargs) if method == FORWARD else getattr(first, method)(*args, **kwargs)
         except LeftCall:
-            self._ended(instance, None)
+            self._finish(instance, None)
             raise
         except BaseException as error:
             self._retire(instance)
@@ -136,10 +136,7 @@ class Body:
             now = zip(self._tensors.items(), versions, strict=True)
             self._retire(instance)
             raise written_in_place([spot for (spot, x), before in now if version(x) != before])
-        return self._ended(instance, out)
-
-    def _ended(self, instance: Instance, out: Any) -> Any:
-        """The result of a call that may have written to the instance, at little cost where it has not."""
+        # A glance costs little where nothing was written.
         if instance.glance is not None and instance.tensors.unwritten and instance.glance():
             if self.unit or self._template.shared.clean():
                 return out

@@ -11,6 +11,7 @@ from torch import Tensor
 from fshard import tree
 from fshard.arguments import described
 from fshard.errors import DonatedError, StateError, TreeError, lines
+from fshard.runtime.comm.device_streams import ComputeOrder
 from fshard.runtime.execution import HELD_LOCALLY, PendingUpdate, Several, Shard, Shards, held_back
 from fshard.runtime.memory import BufferLayout, keep, memory_space, values_of
 from fshard.sharding.layout import Group
@@ -148,7 +149,10 @@ class StateMemory:
         self.plan, self.pending, self.stale = plan, pending, dict(stale or {})
         self.compared = self.lent = False
         self.origin: int | None = None
-        self._shards = shards.follow(plan.mesh.device) if shards is not None else None
+        self._streams = plan.mesh.device.type in ComputeOrder.kinds
+        self._shards = shards
+        if self._streams and shards is not None:
+            shards.follow(plan.mesh.device)
         self._loose: Loose | None = None
         self._params: Any = None
         self._opt: Any = None
@@ -190,9 +194,11 @@ class StateMemory:
                 f"the state of step {step} was donated to a train step, which updated its memory in place: "
                 f"use the state that the step returned, or build the step with donate=False"
             )
-        if self.pending is not None:
-            self.pending.follow()
-        return self._shards.follow(self.plan.mesh.device)
+        if self._streams:
+            if self.pending is not None:
+                self.pending.follow()
+            self._shards.follow(self.plan.mesh.device)
+        return self._shards
 
     def applied(self, step: int) -> Shards:
         """The shards, with no update waiting. Local: what other ranks update may still be missing."""

@@ -244,6 +244,7 @@ def modelled(patch: Any, by_thread: dict[int, Clocks]) -> Iterator[None]:
             change.setattr(f"{room}.copy_stream", copies)
         for room in EVENTS:
             change.setattr(f"{room}.events", lambda device: tuple(filter(None, (mine().record(),))))
+        change.setattr(f"{DEVICE_STREAMS}.ComputeOrder.kinds", ("cpu",))
         change.setattr(f"{DEVICE_STREAMS}.compute_stream", lambda device: ModelCompute(mine().current, mine()))
         for room in IN_USE:
             change.setattr(f"{room}.in_use", lambda tensor: mine().keep(tensor))

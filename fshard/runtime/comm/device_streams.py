@@ -3,7 +3,7 @@
 import functools
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -78,6 +78,8 @@ class ComputeOrder:
     stream that it was made on, which may be that of an earlier call: it must know that this one has used it.
     """
 
+    kinds: ClassVar[tuple[str, ...]] = ("cuda",)  # of devices that have streams
+
     def __init__(self) -> None:
         self.last: Any = None
 
@@ -87,6 +89,8 @@ class ComputeOrder:
 
     def follow(self, device: torch.device, memory: Callable[[], Iterable[Tensor]]) -> None:
         """Let the current stream of a device work on this memory."""
+        if device.type not in self.kinds:
+            return
         now = compute_stream(device)
         if now is None or now == self.last:
             return

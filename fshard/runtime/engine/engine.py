@@ -39,7 +39,7 @@ from fshard.runtime.memory import Slots
 from fshard.runtime.memory.slots import storage_of
 from fshard.sharding.owners import ROOT
 from fshard.sharding.plan import Plan
-from fshard.torch_internals import peek_interpreter_stack
+from fshard.torch_internals import peek_interpreter_stack, saved_tensors_hooks
 
 Sink = Callable[[int, list[int], list[Tensor | None]], None]
 """Receives gradients: ``(group id, leaf numbers, gradients)``; a None gradient is zero."""
@@ -162,9 +162,6 @@ class Engine:
             ran, result = self.graphs.call(unit, called.name, index, called.params, leaves, paths, (args, kwargs))
             if ran:
                 return result
-        return self._eager(unit, called, index, args, kwargs)
-
-    def _eager(self, unit: Unit, called: Called, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         name, _, leaves, function, reads, _ = called
         inputs = _tensors((args, kwargs) if kwargs else args)
         watched = [*inputs, *leaves]
@@ -175,8 +172,11 @@ class Engine:
             versions = list(map(VERSION, watched))
         self.inside, self.passed = name, inputs
         try:
-            with without_parameters(self.slots):
+            if saved_tensors_hooks(False) is None:
                 result = function(*args, **kwargs)
+            else:
+                with without_parameters(self.slots):
+                    result = function(*args, **kwargs)
         except Exception as error:
             if isinstance(error, RuntimeError) and "in-place operation" in str(error):
                 raise _forbidden(unit, called, args, kwargs) from error

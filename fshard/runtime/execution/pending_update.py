@@ -47,7 +47,8 @@ class PendingUpdate:
 
     def __post_init__(self) -> None:
         self.waiting = dict.fromkeys(self.grads.update_slices)
-        self.follow()
+        if self.device.type in ComputeOrder.kinds:
+            self.follow()
 
     def follow(self) -> None:
         """Let the current stream of the device work on it, after what worked on it before."""

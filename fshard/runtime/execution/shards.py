@@ -138,10 +138,9 @@ class Shards(list[Shard]):
             self.readers.pop()
         return self
 
-    def follow(self, device: torch.device) -> "Shards":
-        """The same, once the current stream of a device has waited for what worked on them before."""
+    def follow(self, device: torch.device) -> None:
+        """Let the current stream of a device work on them, after what worked on them before."""
         self.order.follow(device, lambda: self.tensors(range(len(self))))
-        return self
 
     def calls(self, grads: "Gradients", due: tuple[int, ...]) -> "Calls":
         """The calls of the optimizer that update some groups, cached while gradients lie where they do."""
@@ -221,8 +220,10 @@ class Gradients:
 
     def release(self, group: int) -> None:
         """Let go of the gradient of a group in ``passing``."""
-        for buffer in self.buffers(group):
-            deallocate(buffer)
+        deallocate(self.shards[group])
+        if group in self.left:
+            for buffer in self.left[group].values():
+                deallocate(buffer)
 
     def buffers(self, group: int) -> list[Tensor]:
         """The gradient of a group, and what its sum over replicas has left."""

@@ -182,18 +182,21 @@ def verdict_of(comm: Communicator, row: "JointRow", mine: Tally, parts: int, cop
         LossError: losses or auxiliary means differ in kind between ranks, or plain values that must be equal do; on all
             of them alike.
     """
-    telling = [rank for rank, kind in enumerate(row.told("kind")) if kind[0] != IDLE]
-    kinds = [row.told("kind")[rank] for rank in telling]
-    if not any(row.status):
+    told, well = row.told("kind"), not any(row.status)
+    telling = [rank for rank, kind in enumerate(told) if kind[0] != IDLE]
+    kinds = [told[rank] for rank in telling]
+    if well:
         if len({*map(tuple, kinds)}) > 1:
             raise unlike_losses([(bool(weighted), int(count), int(named)) for weighted, count, named in kinds])
-        check_equal(comm, [row.told("plain")[rank][0] for rank in telling], mine.plain)
+        plain_numbers = row.told("plain")
+        check_equal(comm, [plain_numbers[rank][0] for rank in telling], mine.plain)
     total, count = row.summed("loss")
     loss = total / count if count else math.nan
     scale, elements = divided / parts, 0.0
     if any([weighted for weighted, *_ in kinds]):
         scale, elements = divided * copies / count if count else math.nan, count / copies
-    joint = [] if any(row.status) else columns_of(comm, [row.told("more")[rank] for rank in telling], mine.more)
+    more = row.told("more")
+    joint = columns_of(comm, [more[rank] for rank in telling], mine.more) if well else []
     means, floats = _means(joint[: len(mine.means)]), joint[len(mine.means) :]
     return Verdict(
         status=row.status,
@@ -247,8 +250,11 @@ def exchange_row(comm: Communicator, status: int, columns: Columns) -> JointRow:
     """
     row, places = [float(status)], dict[str, tuple[int, int]]()
     for name, (numbers, width) in columns.items():
-        places[name] = len(row), len(row) + width
-        row += [*numbers, *[0.0] * (width - len(numbers))]
+        begin = len(row)
+        places[name] = begin, begin + width
+        row += numbers
+        if len(numbers) < width:
+            row += [0.0] * (width - len(numbers))
     rows = _exchanged(comm, row)
     return JointRow(tuple([int(each[0]) for each in rows]), rows, places)
 

@@ -25,8 +25,12 @@ class Reading(NamedTuple):
 
 def answers(readings: Sequence[Reading]) -> list[Any]:
     """The results of readings, by one read of each device: the only wait of a step for its device."""
-    numbers = read([value for each in readings for value in each.values])
-    return [each.made([*itertools.islice(numbers, len(each.values))]) for each in readings]
+    numbers, found, begin = [*read([*itertools.chain(*[each.values for each in readings])])], list[Any](), 0
+    for each in readings:
+        end = begin + len(each.values)
+        found.append(each.made(numbers[begin:end]))
+        begin = end
+    return found
 
 
 def pair(parts: Iterable[tuple[Tensor | float, Tensor | float]]) -> Reading:
@@ -39,8 +43,9 @@ def squares(rules: Sequence[RuleNorms]) -> Reading:
 
     def made(numbers: Sequence[float]) -> list[float]:
         norms = iter(numbers)
-        shares = [[share for share, _ in rule] for rule in rules]
-        return [exact_sum([share * norm * norm for share, norm in zip(rule, norms, strict=False)]) for rule in shares]
+        return [
+            exact_sum([share * norm * norm for (share, _), norm in zip(rule, norms, strict=False)]) for rule in rules
+        ]
 
     return Reading([norm for rule in rules for _, norm in rule], made)
 
