@@ -24,6 +24,7 @@ The spec says where, the schedule says when, the runtime does it::
     foresight/      what a step would hold, send and take on a mesh that need not exist
     recipe/         fs.train: training from a file, by a script that stands alone
     cli/            the command ``fshard``: checkpoints, plans, the machine
+    losses/         a head and its cross-entropy by chunks of rows, for hand-written and Hugging Face models
     generation/     sampling with a key-value cache, perplexity, lm-evaluation-harness
     lora/           low-rank adapters beside frozen weights
     launch          meshes of real processes; launching/ starts them from a notebook
@@ -75,6 +76,8 @@ if TYPE_CHECKING:
     from fshard.checkpoint.checkpointer import Checkpointer
     from fshard.generation.generate import generate
     from fshard.generation.score import perplexity
+    from fshard.losses.causal_lm import causal_lm_loss
+    from fshard.losses.chunked_cross_entropy import chunked_cross_entropy
     from fshard.outer_steps.outer_step import outer
     from fshard.parts.grad import value_and_grad
     from fshard.parts.make_update import make_update
@@ -109,6 +112,8 @@ _LATER = (
     ("fshard.recipe.run_config", "train"),
     ("fshard.generation.generate", "generate"),
     ("fshard.generation.score", "perplexity"),
+    ("fshard.losses.causal_lm", "causal_lm_loss"),
+    ("fshard.losses.chunked_cross_entropy", "chunked_cross_entropy"),
     ("fshard.outer_steps.outer_step", "outer"),
     ("fshard.parts.grad", "value_and_grad"),
     ("fshard.parts.step_function", "make_step"),
@@ -155,7 +160,9 @@ __all__ = [
     "Wire",
     "abstract_mesh",
     "averaged",
+    "causal_lm_loss",
     "checkpoint_policies",
+    "chunked_cross_entropy",
     "collectives",
     "data",
     "empty_weights",

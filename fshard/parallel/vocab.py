@@ -44,7 +44,7 @@ def vocab_embedding(
     """
     check_cut(weight, axis, 0, "vocab_embedding", "fs.parallel.column_rule")
     rows, parts = weight.shape[0], collectives.axis_size(axis, mesh=mesh)
-    _check_ids(tokens, rows * parts, None, "vocab_embedding")
+    check_ids(tokens, rows * parts, None, "vocab_embedding")
     local = tokens - rows * collectives.axis_index(axis, mesh=mesh)
     here = (local >= 0) & (local < rows)
     found = F.embedding(torch.where(here, local, 0), weight) * here.unsqueeze(-1)
@@ -103,7 +103,7 @@ def vocab_cross_entropy(
             f"{width * parts}: pad the embedding to fs.parallel.padded({vocab}, {parts}) = {padded(vocab, parts)} rows"
         )
     vocab = width * parts if vocab is None else vocab
-    _check_ids(target, vocab, ignore_index, "vocab_cross_entropy")
+    check_ids(target, vocab, ignore_index, "vocab_cross_entropy")
     first = width * collectives.axis_index(axis, mesh=mesh)
     losses = _losses(logits, target - first, vocab - first, axis, mesh)
     counted = target != ignore_index
@@ -141,7 +141,7 @@ def _losses(logits: Tensor, local: Tensor, classes: int, axis: str, mesh: Mesh |
     return total.log() - mine  # type: ignore[no-any-return]
 
 
-def _check_ids(ids: Tensor, count: int, ignored: int | None, what: str) -> None:
+def check_ids(ids: Tensor, count: int, ignored: int | None, what: str) -> None:
     """Refuse numbers outside of the vocabulary; on a GPU by an assertion there, without a host sync."""
     if is_fake(ids) or functorch.is_functorch_wrapped_tensor(ids):
         return

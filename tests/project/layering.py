@@ -39,7 +39,7 @@ LAYERS = (
     ("training",),
     ("outer_steps", "pipeline"),
     ("launch", "launching", "lora"),
-    ("transform", "generation"),
+    ("transform", "generation", "losses"),
     ("parts",),
     ("proof",),
     ("view",),
