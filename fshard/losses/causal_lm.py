@@ -63,7 +63,12 @@ def causal_lm_loss(
     expect("fs.causal_lm_loss(model)", [("model", model, Model, "what fs.split(module) returned")])
     decoder, head = _found(model)
     softcap = getattr(getattr(model.module, "config", None), SOFTCAP, None)
-    options = {"z_loss": z_loss, "label_smoothing": label_smoothing, "ignore_index": ignore_index, "softcap": softcap}
+    options: dict[str, Any] = {
+        "z_loss": z_loss,
+        "label_smoothing": label_smoothing,
+        "ignore_index": ignore_index,
+        "softcap": softcap,
+    }
 
     def loss(params: Any, batch: Mapping[str, Any]) -> Mean:
         labels = batch.get("labels") if isinstance(batch, Mapping) else None
@@ -139,6 +144,7 @@ def _found(model: Model) -> tuple[str, LinearHead]:
             f"fs.causal_lm_loss: {HEAD!r} is a unit, whose weight only its own call may read: leave it out of "
             f"fs.split(units=), as units='auto' does"
         )
+    assert head is not None
     named = {name: f"{HEAD}.{name}" for name, each in head._parameters.items() if each is not None}
     paths = {name: model.aliases.get(path, path) for name, path in named.items()}
     return decoder, LinearHead(paths, float(vars(head).get("lora_scale", 1.0)))

@@ -129,10 +129,10 @@ class HeadLoss:
         return torch.where((local >= 0) & (local < width), found, torch.zeros_like(found))
 
     def _top(self, own: Tensor) -> Tensor:
-        return own if self.axis is None else collectives.pmax(own, self.axis, mesh=self.mesh)  # type: ignore[no-any-return]
+        return own if self.axis is None else collectives.pmax(own, self.axis, mesh=self.mesh)
 
     def _sum(self, own: Tensor) -> Tensor:
-        return own if self.axis is None else collectives.psum(own, self.axis, mesh=self.mesh)  # type: ignore[no-any-return]
+        return own if self.axis is None else collectives.psum(own, self.axis, mesh=self.mesh)
 
 
 def _wide(tensor: Tensor) -> torch.dtype:

@@ -41,9 +41,9 @@ class ChunkedHead:
     def again(self, hiddens: Parts, weights: Parts, bias: Tensor | None, labels: Tensor) -> Tensor:
         """The loss of each row; every derivative computes the logits of a chunk again."""
         rows = remat(self.loss.losses)
-        cut = [each.split(self.rows(labels)) for each in hiddens]
-        ids = labels.split(self.rows(labels))
-        found = [rows([*some], [*weights], bias, own) for *some, own in zip(*cut, ids, strict=True)]
+        size = self.rows(labels)
+        cut = [torch.split(each, size) for each in (*hiddens, labels)]
+        found = [rows([*some], [*weights], bias, own) for *some, own in zip(*cut, strict=True)]
         return torch.cat(found)
 
     def rows(self, labels: Tensor) -> int:
@@ -94,7 +94,7 @@ def _pass(
     size, totals = head.rows(labels), []
     by_rows: list[list[Tensor]] = [[] for _ in hiddens]
     summed: list[Tensor | None] = [None] * (count + 1)
-    for *some, own in zip(*(each.split(size) for each in hiddens), labels.split(size), strict=True):
+    for *some, own in zip(*(torch.split(each, size) for each in (*hiddens, labels)), strict=True):
         if not any(wanted):
             totals.append(head.loss.losses(some, weights, bias, own).sum())
             continue
@@ -105,19 +105,20 @@ def _pass(
                 by_rows[place].append(torch.mm(slopes, weight))
             if wanted[count + place]:
                 before = summed[place]
-                fresh = before is None
-                summed[place] = torch.mm(slopes.t(), hidden) if fresh else before.addmm_(slopes.t(), hidden)
+                new = torch.mm(slopes.t(), hidden) if before is None else before.addmm_(slopes.t(), hidden)
+                summed[place] = new
         if wanted[2 * count :] == [True]:
-            last = slopes.sum(0, dtype=total.dtype)
-            summed[count] = last if summed[count] is None else summed[count].add_(last)
+            before, new = summed[count], slopes.sum(0, dtype=total.dtype)
+            summed[count] = new if before is None else before.add_(new)
         del slopes
     grads: list[Tensor | None] = [torch.cat(each) if each else None for each in by_rows]
     if head.loss.axis is not None:
         axis, mesh = head.loss.axis, head.loss.mesh
         grads = [None if each is None else collectives.psum(each, axis, mesh=mesh) for each in grads]
-    if bias is not None and summed[count] is not None:
-        summed[count] = summed[count].to(bias.dtype)
-    return torch.stack(totals).sum(), [*grads, *summed[: count if bias is None else count + 1]]
+    last = summed[count]
+    if bias is not None and last is not None:
+        last = last.to(bias.dtype)
+    return torch.stack(totals).sum(), [*grads, *summed[:count], *([] if bias is None else [last])]
 
 
 def _again(ctx: Any, scale: Tensor) -> list[Tensor | None]:
