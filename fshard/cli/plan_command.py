@@ -23,7 +23,7 @@ from fshard.foresight.hardware import Hardware, hardware
 from fshard.foresight.huggingface import hugging_face
 from fshard.foresight.jobs import Job, read_job, takes_mesh
 from fshard.foresight.page import write_page
-from fshard.foresight.remedies import Remedy, closing, largest, remedies
+from fshard.foresight.remedies import Remedy, closing, largest, open_changes, remedies
 from fshard.foresight.search import known_formats, search
 from fshard.foresight.search_table import SHOWN, Option, Search
 from fshard.schedule.costs import read_costs
@@ -40,7 +40,7 @@ WRITE = "write a FILE.py:make that gives its batch, or its loss"
 MOST_RANKS = 1 << 20
 """Ranks that a mesh may have: what each of them holds is counted."""
 
-HF_ONLY = ("rows", "length", "accumulate", "remat")
+HF_ONLY = ("rows", "length", "accumulate", "remat", "chunks")
 """Options of models that are made from a config."""
 
 SELDOM = 100_000
@@ -62,6 +62,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--precision", choices=("bf16", "fp32"), help=words)
     parser.add_argument("--accumulate", type=int, help="with --hf: microbatches of a step (default: 1)")
     parser.add_argument("--remat", choices=("none", "all"), help="with --hf: compute units again (default: none)")
+    parser.add_argument("--chunks", type=int, help="with --hf: chunks of logits, as for fs.causal_lm_loss")
     parser.add_argument("--search", action="store_true", help="try all shapes of as many ranks as --mesh has")
     words = f"with --search: formats to try too, as int8, or replica=int4 for one axis: {', '.join(NAMES)}"
     parser.add_argument("--wires", nargs="+", metavar="FORMAT", default=[], help=words)
@@ -135,8 +136,8 @@ def foreseen(
     if seen.fits:
         return seen, []
     progress("what would fit", 0.95)
-    open_remat = made and job.remat is None
-    return seen, [*remedies(seen, step, functools.partial(job.step, mesh) if open_remat else None)]
+    changes = open_changes(job) if made else {}
+    return seen, [*remedies(seen, step, functools.partial(job.step, mesh) if changes else None, changes)]
 
 
 def _search(
@@ -162,7 +163,7 @@ def _on_best(args: argparse.Namespace, job: Any, best: Option) -> Any:
 def _hf(args: argparse.Namespace) -> Job:
     remat = None if args.remat == "none" else args.remat
     rows, accumulate = [1 if given is None else given for given in (args.rows, args.accumulate)]
-    return hugging_face(args.hf, rows, args.length, args.precision or "bf16", remat, accumulate)
+    return hugging_face(args.hf, rows, args.length, args.precision or "bf16", remat, accumulate, args.chunks)
 
 
 def read_mesh(text: str) -> Mesh:

@@ -4,6 +4,7 @@ import difflib
 import functools
 import inspect
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from fshard import errors
 from fshard.errors import PlanError
 from fshard.foresight.feeding import batch_of, loss_of, words
 from fshard.foresight.jobs import Job
+from fshard.losses.causal_lm import causal_lm_loss, takes_chunks
 from fshard.model.meta import empty_weights
 from fshard.model.precision import Precision
 from fshard.model.split import split
@@ -34,7 +36,13 @@ HEADS = (
 
 
 def hugging_face(
-    path: str, rows: int = 1, length: int | None = None, precision: str = "bf16", remat: Any = None, accumulate: int = 1
+    path: str,
+    rows: int = 1,
+    length: int | None = None,
+    precision: str = "bf16",
+    remat: Any = None,
+    accumulate: int = 1,
+    chunks: int | None = None,
 ) -> Job:
     """The job of a configuration: a folder or a ``config.json``. Nothing is downloaded, and no weight is made.
 
@@ -45,12 +53,14 @@ def hugging_face(
         precision: ``"bf16"`` computes in bfloat16 over float32 parameters; ``"fp32"`` in float32.
         remat: as for ``fs.make_train_step``.
         accumulate: microbatches of a step; ``rows`` are those of one.
+        chunks: of logits, as for ``fs.causal_lm_loss``; None for the model's own loss.
 
     Raises:
-        PlanError: there is no such file, transformers does not know the model, or not what it is fed with.
+        PlanError: there is no such file, transformers does not know the model, or not what it is fed with; or
+            ``fs.causal_lm_loss`` does not know the model.
         ImportError: transformers is not installed.
     """
-    _check(rows=rows, length=length, accumulate=accumulate)
+    _check(rows=rows, length=length, accumulate=accumulate, chunks=chunks)
     file, values = _values(path)
     try:
         import transformers
@@ -75,7 +85,10 @@ def hugging_face(
 
     chosen = Precision(compute=torch.bfloat16) if short else None
     told = f"{type(module).__name__} of {file}{other}, {words(module, batch)}"
-    return Job(model, loss, batch, precision=chosen, remat=remat, accumulate=accumulate, words=told)
+    made = Job(model, loss, batch, precision=chosen, remat=remat, accumulate=accumulate, words=told)
+    if chunks is not None:
+        return replace(made, loss=causal_lm_loss(model, chunks=chunks), words=f"{told}; logits in {chunks} chunks")
+    return replace(made, chunked=lambda n: causal_lm_loss(model, chunks=n)) if takes_chunks(module) else made
 
 
 def _check(**numbers: int | None) -> None:

@@ -4,7 +4,7 @@ import functools
 import importlib.util
 import inspect
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -50,6 +50,7 @@ class Job:
         remat: as for ``fs.make_train_step``.
         wire: as for ``fs.make_plan``.
         words: what the model and the batch are, where the user did not write them.
+        chunked: makes the loss function with so many chunks of logits, if it has none and can have them.
     """
 
     model: Any
@@ -64,6 +65,7 @@ class Job:
     remat: Any = None
     wire: Wire | None = None
     words: str = ""
+    chunked: Callable[[int], Any] | None = None
 
     def step(self, mesh: Mesh, **options: Any) -> tuple[TrainStep, Any]:
         """The step on a mesh, and a rank's batch.
@@ -87,11 +89,12 @@ class Job:
         units = self.units or tuple(name for name, below in nested if isinstance(below, Mapping))
         return make_plan(self.model, mesh, rules, batch=spec, precision=self.precision, units=units, wire=self.wire)
 
-    def step_of(self, plan: Plan, **options: Any) -> tuple[TrainStep, Any]:
+    def step_of(self, plan: Plan, chunks: int | None = None, **options: Any) -> tuple[TrainStep, Any]:
         """The step of a plan, and a rank's batch. It is for the CPU, where batches and buffers of modules are."""
+        loss = self.loss if chunks is None or self.chunked is None else self.chunked(chunks)
         opt = self.optimizer or adamw(1e-3)
         given = {"accumulate": self.accumulate, "remat": self.remat, **options}
-        return make_train_step(self.loss, opt, on_device(plan, "cpu"), **given), tree.mapped(_real, self.batch)
+        return make_train_step(loss, opt, on_device(plan, "cpu"), **given), tree.mapped(_real, self.batch)
 
     def in_format(self, name: str, mesh: Mesh) -> Plan:
         """Say where the leaves are, with gathers and reductions in a format.

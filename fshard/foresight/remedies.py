@@ -8,6 +8,7 @@ from typing import Any
 from fshard.arguments import size_text
 from fshard.errors import PlanError
 from fshard.foresight.foresee import Foresight, on_plan, resized, scalable, state_bytes, task_of
+from fshard.foresight.jobs import Job
 from fshard.runtime.engine.batch import along_rows
 from fshard.schedule.auto import Candidate, timed
 from fshard.schedule.build import build
@@ -22,6 +23,12 @@ from fshard.training.train_step import TrainStep
 
 Remade = Callable[..., tuple[TrainStep, Any]]
 """Makes the step and its batch with other options: ``remat="all"``."""
+
+REMAT = 'remat="all": units are computed again in their backward'
+CHUNKS = 8
+CHUNKED = f"chunks={CHUNKS}: the head and its loss by chunks of rows (fs.causal_lm_loss)"
+ONCE_MORE: Mapping[str, Mapping[str, Any]] = {REMAT: {"remat": "all"}}
+"""The options that a step is made anew with, unless the caller says which."""
 
 IN_HOST_MEMORY: Mapping[str, Mapping[str, Any]] = {
     'optimizer state in host memory (opt_memory_kind="pinned_host")': {
@@ -71,13 +78,22 @@ class Remedy:
         return f"{self.change}: {size_text(self.peak_bytes)}{fits}{takes}"
 
 
-def remedies(seen: Foresight, step: TrainStep, remade: Remade | None = None) -> Iterator[Remedy]:
+def open_changes(job: Job) -> dict[str, dict[str, Any]]:
+    """Return by its words what ``job.step`` takes that a job leaves open."""
+    found = {REMAT: {"remat": "all"}} if job.remat is None else {}
+    return found | ({CHUNKED: {"chunks": CHUNKS}} if job.chunked is not None else {})
+
+
+def remedies(
+    seen: Foresight, step: TrainStep, remade: Remade | None = None, changes: Mapping[str, Mapping[str, Any]] = ONCE_MORE
+) -> Iterator[Remedy]:
     """Changes that lower the peak, in the order in which most would try them; those that help, together; more ranks.
 
     Args:
         seen: what does not fit.
         step: the step.
         remade: makes the step anew with other options.
+        changes: by their words, the options that it is tried with.
     """
     task, plan = seen.task, seen.plan
     held = functools.partial(_remedy, seen, step)
@@ -86,12 +102,13 @@ def remedies(seen: Foresight, step: TrainStep, remade: Remade | None = None) -> 
     yield Remedy(f"the policy {seen.least.policy}", now, now <= (seen.hardware.memory or 0), seconds)
     helping: list[Remedy] = []
     slim, where, fewer = task, plan, False
-    if remade is not None:
-        made, batch = remade(remat="all")
-        again = task_of(made, made.trace(batch), plan)
-        found = held('remat="all": units are computed again in their backward', again, plan)
+    every: dict[str, Any] = {}
+    for words, options in changes.items() if remade is not None else ():
+        again = _task(remade, plan, options)
+        found = held(words, again, plan)
         if found.peak_bytes < WORTH * now:
-            helping, slim = [*helping, found], again
+            helping, slim = [*helping, found], _task(remade, plan, every | dict(options)) if every else again
+            every |= options
             yield found
     rows = seen.rows // task.accumulate if along_rows(plan.batch) else 1
     if rows > 1:
@@ -108,11 +125,17 @@ def remedies(seen: Foresight, step: TrainStep, remade: Remade | None = None) -> 
         if found.peak_bytes < least:
             helping, where, least = [*helping, found], other, found.peak_bytes
             yield found
-    if (slim is not task) + fewer + (where is not plan) > 1:
+    if len(every) + fewer + (where is not plan) > 1:
         found = _fewer_rows(held, "those that help, together", on_plan(slim, where, step), where, rows)
         if found.peak_bytes < min(each.peak_bytes for each in helping):
             yield found
     yield from _more_ranks(seen, step, task)
+
+
+def _task(remade: Remade | None, plan: Plan, options: Mapping[str, Any]) -> PolicyTask:
+    assert remade is not None
+    made, batch = remade(**options)
+    return task_of(made, made.trace(batch), plan)
 
 
 def closing(seen: Foresight, found: Sequence[Remedy]) -> Iterator[str]:

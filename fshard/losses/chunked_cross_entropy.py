@@ -113,6 +113,8 @@ def _classes(width: int, axis: str | None, vocab: int | None, mesh: Mesh | None)
 
 
 def _check_options(chunks: int, reduction: str, z_loss: float, smoothing: float, softcap: float | None) -> None:
+    numbers = [("z_loss", z_loss), ("label_smoothing", smoothing), ("softcap", 1.0 if softcap is None else softcap)]
+    expect(f"fs.{NAME}", [(name, each, (int, float), "a number") for name, each in numbers])
     if not isinstance(chunks, int) or isinstance(chunks, bool) or chunks < 1:
         raise PlanError(f"{NAME}: chunks={chunks!r}: give a number of chunks, from 1 on")
     if reduction not in REDUCTIONS:
