@@ -7,7 +7,7 @@ from typing import Any
 
 from fshard.arguments import size_text
 from fshard.errors import PlanError
-from fshard.foresight.foresee import Foresight, on_plan, resized, scalable, state_bytes, task_of
+from fshard.foresight.foresee import Foresight, on_plan, resized, scalable, sizes, state_bytes, task_of
 from fshard.foresight.jobs import Job
 from fshard.runtime.engine.batch import along_rows
 from fshard.schedule.auto import Candidate, timed
@@ -81,7 +81,8 @@ class Remedy:
 def open_changes(job: Job) -> dict[str, dict[str, Any]]:
     """Return by its words what ``job.step`` takes that a job leaves open."""
     found = {REMAT: {"remat": "all"}} if job.remat is None else {}
-    return found | ({CHUNKED: {"chunks": CHUNKS}} if job.chunked is not None else {})
+    enough = sizes(job.batch)[1] // job.accumulate > CHUNKS
+    return found | ({CHUNKED: {"chunks": CHUNKS}} if job.chunked is not None and enough else {})
 
 
 def remedies(

@@ -118,6 +118,24 @@ def test_what_transformers_refuses(change: dict[str, Any], words: str, tmp_path:
     assert path in str(raised.value) and words in str(raised.value)
 
 
+def test_chunks_of_logits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """They hold less; where the step does not fit otherwise, they are offered."""
+    pytest.importorskip("transformers")
+    path = written(tmp_path, {"model_type": "llama", **TEXT, "vocab_size": 4096})
+    command = ["plan", "--hf", path, "--mesh", "4", "--rows", "16", "--communicator", "1", "--precision", "fp32"]
+    peaks = []
+    for more in ([], ["--chunks", "8"]):
+        assert main([*command, "--json", *more]) == 0
+        found = json.loads(capsys.readouterr().out)
+        peaks.append(found["peak_bytes"])
+    assert "; logits in 8 chunks" in found["model"] and peaks[1] < 0.6 * peaks[0]
+    assert main([*command, "--memory", str(sum(peaks) // 2)]) == 1
+    assert "chunks=8: the head and its loss by chunks of rows (fs.causal_lm_loss)" in capsys.readouterr().out
+    path = written(tmp_path, {"model_type": "bert", **TEXT, "architectures": ["BertForMaskedLM"]})
+    with pytest.raises(PlanError, match="BertForMaskedLM is none of transformers' LlamaForCausalLM"):
+        hugging_face(path, chunks=8)
+
+
 def test_numbers_below_one() -> None:
     with pytest.raises(PlanError, match="--rows 0, --accumulate -1: give a number from 1 on"):
         hugging_face("config.json", rows=0, accumulate=-1)

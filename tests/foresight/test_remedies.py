@@ -12,7 +12,7 @@ import fshard as fs
 from fshard.cli.main import main
 from fshard.foresight.foresee import Foresight, foresee
 from fshard.foresight.jobs import Job, job_of
-from fshard.foresight.remedies import Remedy, closing, remedies
+from fshard.foresight.remedies import Remedy, closing, open_changes, remedies
 
 HOST = "pinned_host"
 HARDWARE = fs.sim.hardware("h100", memory=1000, communicator=1)
@@ -69,6 +69,40 @@ def test_host_memory_is_what_rules_that_say_so_would_do(words: str, rule: dict[s
 def test_recomputation_is_timed_as_the_step_that_does_it() -> None:
     again = found(job(rows=4096))[1]['remat="all"']
     assert (again.peak_bytes, again.seconds) == itself(job(rows=4096), remat="all")
+
+
+def heads(rows: int) -> Job:
+    """A layer and a head over many classes, whose logits can come in chunks."""
+    params = {"l": {"w": torch.empty(64, 64, device="meta")}, "head": torch.empty(4096, 64, device="meta")}
+
+    def loss(params: Any, y: torch.Tensor) -> torch.Tensor:
+        hidden = torch.tanh(params["head"][y] @ params["l"]["w"])
+        return torch.nn.functional.cross_entropy((hidden @ params["head"].t()).flatten(0, 1), y.flatten())
+
+    def chunked(chunks: int) -> Any:
+        return lambda params, y: fs.chunked_cross_entropy(
+            torch.tanh(params["head"][y] @ params["l"]["w"]), params["head"], y, chunks=chunks
+        )
+
+    batch = torch.empty(rows, 4, dtype=torch.long, device="meta")
+    made = job_of("a job", {"model": params, "loss": loss, "batch": batch, "rules": [(".*", fs.fsdp("data"))]})
+    return replace(made, chunked=chunked)
+
+
+def test_chunks_of_logits_are_what_the_step_that_has_them_would_hold() -> None:
+    made = heads(256)
+    step, batch = made.step(MESH)
+    seen = foresee(step, batch, HARDWARE)
+    changes = open_changes(made)
+    every = {each.change: each for each in remedies(seen, step, functools.partial(made.step, MESH), changes)}
+    remedy = every["chunks=8: the head and its loss by chunks of rows (fs.causal_lm_loss)"]
+    assert (remedy.peak_bytes, remedy.seconds) == itself(made, chunks=8)
+    assert remedy.peak_bytes < 0.4 * seen.held(seen.least)
+
+
+def test_chunks_are_offered_where_there_are_rows_for_them() -> None:
+    assert [len(open_changes(heads(rows))) for rows in (2, 3)] == [1, 2]
+    assert len(open_changes(job())) == 1 and not open_changes(job(remat="all"))
 
 
 @pytest.mark.parametrize("options", [{}, {"compile": "fx"}], ids=str)
