@@ -104,13 +104,10 @@ def remedies(
     helping: list[Remedy] = []
     slim, where, fewer = task, plan, False
     every: dict[str, Any] = {}
-    for words, options in changes.items() if remade is not None else ():
-        again = _task(remade, plan, options)
-        found = held(words, again, plan)
-        if found.peak_bytes < WORTH * now:
-            helping, slim = [*helping, found], _task(remade, plan, every | dict(options)) if every else again
-            every |= options
-            yield found
+    for found, again, options in _helpful(held, plan, remade, changes, now):
+        slim = _task(remade, plan, every | dict(options)) if every else again
+        helping, every = [*helping, found], every | dict(options)
+        yield found
     rows = seen.rows // task.accumulate if along_rows(plan.batch) else 1
     if rows > 1:
         found = _fewer_rows(held, "", task, plan, rows)
@@ -131,6 +128,21 @@ def remedies(
         if found.peak_bytes < min(each.peak_bytes for each in helping):
             yield found
     yield from _more_ranks(seen, step, task)
+
+
+def _helpful(
+    held: Callable[..., Remedy],
+    plan: Plan,
+    remade: Remade | None,
+    changes: Mapping[str, Mapping[str, Any]],
+    now: int,
+) -> Iterator[tuple[Remedy, PolicyTask, Mapping[str, Any]]]:
+    """The options of a step that lower its peak: the remedy, the task with them, and the options."""
+    for words, options in changes.items() if remade is not None else ():
+        again = _task(remade, plan, options)
+        found = held(words, again, plan)
+        if found.peak_bytes < WORTH * now:
+            yield found, again, options
 
 
 def _task(remade: Remade | None, plan: Plan, options: Mapping[str, Any]) -> PolicyTask:

@@ -77,6 +77,7 @@ def chunked_cross_entropy(
     weights = [weight] if isinstance(weight, Tensor) else [*weight]
     _check_options(chunks, reduction, z_loss, label_smoothing, softcap)
     _check_shapes(hiddens, weights, bias, labels, chunks)
+    _check_dtypes([*hiddens, *weights, *([] if bias is None else [bias])], labels)
     for leaf in (*weights, bias) if axis is not None else ():
         check_cut(leaf, str(axis), 0, NAME, "fs.parallel.column_rule")
     loss = HeadLoss(
@@ -135,8 +136,8 @@ def _check_shapes(
     if not hiddens or len(hiddens) != len(weights):
         raise PlanError(f"{NAME}: {len(hiddens)} hidden and {len(weights)} weight: give one weight for each hidden")
     for hidden, weight in zip(hiddens, weights, strict=True):
-        wanted = [weights[0].shape[0] if weights[0].dim() else 0, hidden.shape[-1] if hidden.dim() else 0]
-        if hidden.dim() < 1 or list(weight.shape) != wanted:
+        fits = hidden.dim() > 0 and weight.dim() == 2 and weight.shape[1] == hidden.shape[-1]
+        if not fits or len(weight) != len(weights[0]):
             raise PlanError(
                 f"{NAME}: hidden {list(hidden.shape)} and weight {list(weight.shape)}: give hidden (..., width) and "
                 f"weight (classes, width)"
@@ -146,20 +147,23 @@ def _check_shapes(
                 f"{NAME}: hidden {list(hidden.shape)} needs labels {list(hidden.shape[:-1])}, and got "
                 f"{list(labels.shape)}"
             )
-    if bias is not None and list(bias.shape) != [weights[0].shape[0]]:
+    rows = weights[0].shape[0]
+    if bias is not None and list(bias.shape) != [rows]:
         raise PlanError(
             f"{NAME}: bias {list(bias.shape)} of a weight {list(weights[0].shape)}: give one number a class"
         )
-    dtypes = {each.dtype for each in (*hiddens, *weights, *([] if bias is None else [bias]))}
-    autocast = torch.is_autocast_enabled(hiddens[0].device.type)
-    if not all(each.is_floating_point for each in dtypes) or (len(dtypes) > 1 and not autocast):
-        raise PlanError(
-            f"{NAME}: hidden, weight and bias of {', '.join(sorted(map(str, dtypes)))}: give one floating dtype"
-        )
-    if labels.dtype.is_floating_point or labels.dtype == torch.bool:
-        raise PlanError(f"{NAME}: labels of {labels.dtype}: give integers, such as torch.long")
     if chunks > labels.numel():
         raise PlanError(
             f"{NAME}: chunks={chunks} of {labels.numel()} rows (labels {list(labels.shape)}): give at most "
             f"{max(labels.numel(), 1)} chunks"
         )
+
+
+def _check_dtypes(tensors: Sequence[Tensor], labels: Tensor) -> None:
+    dtypes = {each.dtype for each in tensors}
+    autocast = torch.is_autocast_enabled(tensors[0].device.type)
+    if not all(each.is_floating_point for each in dtypes) or (len(dtypes) > 1 and not autocast):
+        names = ", ".join(sorted(map(str, dtypes)))
+        raise PlanError(f"{NAME}: hidden, weight and bias of {names}: give one floating dtype")
+    if labels.dtype.is_floating_point or labels.dtype == torch.bool:
+        raise PlanError(f"{NAME}: labels of {labels.dtype}: give integers, such as torch.long")

@@ -92,34 +92,52 @@ def _pass(
 ) -> tuple[Tensor, list[Tensor | None]]:
     """The sum of the losses, and the gradients that are wanted."""
     hiddens, weights, bias = tensors[:count], tensors[count : 2 * count], next(iter(tensors[2 * count :]), None)
-    size, totals = head.rows(labels), []
-    by_rows: list[list[Tensor]] = [[] for _ in hiddens]
-    summed: list[Tensor | None] = [None] * (count + 1)
-    for *some, own in zip(*(torch.split(each, size) for each in (*hiddens, labels)), strict=True):
+    totals, slopes_of = [], HeadGradients(count, wanted)
+    for *some, own in zip(*(torch.split(each, head.rows(labels)) for each in (*hiddens, labels)), strict=True):
         if not any(wanted):
             totals.append(head.loss.losses(some, weights, bias, own).sum())
             continue
         total, slopes = head.loss.derived(some, weights, bias, own)
         totals.append(total)
-        for place, (hidden, weight) in enumerate(zip(some, weights, strict=True)):
-            if wanted[place]:
-                by_rows[place].append(torch.mm(slopes, weight))
-            if wanted[count + place]:
-                before = summed[place]
-                new = torch.mm(slopes.t(), hidden) if before is None else before.addmm_(slopes.t(), hidden)
-                summed[place] = new
-        if wanted[2 * count :] == [True]:
-            before, new = summed[count], slopes.sum(0, dtype=total.dtype)
-            summed[count] = new if before is None else before.add_(new)
+        slopes_of.add(slopes, some, weights)
         del slopes
-    grads: list[Tensor | None] = [torch.cat(each) if each else None for each in by_rows]
-    if head.loss.axis is not None:
-        axis, mesh = head.loss.axis, head.loss.mesh
-        grads = [None if each is None else collectives.psum(each, axis, mesh=mesh) for each in grads]
-    last = summed[count]
-    if bias is not None and last is not None:
-        last = last.to(bias.dtype)
-    return torch.stack(totals).sum(), [*grads, *summed[:count], *([] if bias is None else [last])]
+    return torch.stack(totals).sum(), slopes_of.found(head.loss, tensors)
+
+
+class HeadGradients:
+    """The gradients of a pass, chunk by chunk.
+
+    Args:
+        count: the number of pairs of hidden states and weights.
+        wanted: of which tensors: hidden states, weights, and the bias if there is one.
+    """
+
+    def __init__(self, count: int, wanted: Sequence[bool]) -> None:
+        self.count, self.wanted = count, wanted
+        self.by_rows: list[list[Tensor]] = [[] for _ in range(count)]
+        self.summed: list[Tensor | None] = [None] * (len(wanted) - count)
+
+    def add(self, slopes: Tensor, hiddens: Parts, weights: Parts) -> None:
+        """Add those of a chunk, from the derivative of its losses by its logits."""
+        for place, (hidden, weight) in enumerate(zip(hiddens, weights, strict=True)):
+            if self.wanted[place]:
+                self.by_rows[place].append(torch.mm(slopes, weight))
+            if self.wanted[self.count + place]:
+                before = self.summed[place]
+                new = torch.mm(slopes.t(), hidden) if before is None else before.addmm_(slopes.t(), hidden)
+                self.summed[place] = new
+        if self.wanted[2 * self.count :] == [True]:
+            before = self.summed[self.count]
+            new = slopes.sum(0, dtype=torch.promote_types(slopes.dtype, torch.float32))
+            self.summed[self.count] = new if before is None else before.add_(new)
+
+    def found(self, loss: HeadLoss, tensors: Parts) -> list[Tensor | None]:
+        """All of them, None where none was wanted. Those by hidden states are sums over the ranks of the axis."""
+        rows = [torch.cat(each) if each else None for each in self.by_rows]
+        if loss.axis is not None:
+            rows = [None if each is None else collectives.psum(each, loss.axis, mesh=loss.mesh) for each in rows]
+        sums = zip(self.summed, tensors[self.count :], strict=True)
+        return [*rows, *(None if each is None else each.to(tensor.dtype) for each, tensor in sums)]
 
 
 def _again(ctx: Any, scale: Tensor) -> list[Tensor | None]:
