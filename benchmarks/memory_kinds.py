@@ -1,6 +1,7 @@
 """The kinds of steps whose memory ``memory.py`` holds against what was said beforehand, beside the peers' own."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -29,6 +30,8 @@ KINDS: dict[str, dict[str, Any]] = {
     "8-bit AdamW": {"opt": fs.optim.adamw8bit},
     "8-bit AdamW, in the backward": {"opt": fs.optim.adamw8bit, "schedule": fs.Policy(update="in_backward")},
     "nothing donated": {"donate": False},
+    "whole logits of 16,384 classes": {"vocabulary": 16384},
+    "chunked logits of 16,384 classes": {"vocabulary": 16384, "chunks": 8},
     "auto within a limit": {"auto": True},
 }
 
@@ -41,6 +44,8 @@ def warm(name: str) -> int:
 def made(name: str, size: Size, batch: Tensor) -> tuple[Callable[[], object], Callable[[], int], int | None]:
     """A kind's step, what is said of its memory, and its limit."""
     options = dict(KINDS[name])
+    size = replace(size, vocabulary=options.pop("vocabulary", size.vocabulary))
+    chunks = options.pop("chunks", None)
     mesh, model = fs.make_mesh((-1,), ("shard",)), fs.split(make(size), units=("blocks.*",))
     if options.pop("lora", False):
         model = fs.lora.wrap(model, [ADAPTED], rank=8, alpha=16)
@@ -53,6 +58,9 @@ def made(name: str, size: Size, batch: Tensor) -> tuple[Callable[[], object], Ca
     opt = rule(1e-3)
 
     def loss(params: Any, x: Tensor) -> Tensor:
+        if chunks is not None:
+            hidden, head = model.apply(params, x[:, :-1], method="hidden"), params["head"]["weight"]
+            return fs.chunked_cross_entropy(hidden, head, x[:, 1:], chunks=chunks)
         return loss_of(model.apply(params, x[:, :-1]), x)
 
     limit = None

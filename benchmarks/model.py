@@ -54,11 +54,15 @@ class GPT(nn.Module):
         self.blocks = nn.ModuleList(Block(size) for _ in range(size.depth))
         self.norm, self.head = nn.LayerNorm(size.width), nn.Linear(size.width, size.vocabulary, bias=False)
 
-    def forward(self, tokens: Tensor) -> Tensor:
+    def hidden(self, tokens: Tensor) -> Tensor:
+        """What the head reads: (batch, tokens, width)."""
         x = self.embed(tokens) + self.place.weight[: tokens.shape[1]]
         for block in self.blocks:
             x = block(x)
-        return self.head(self.norm(x))
+        return self.norm(x)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.head(self.hidden(tokens))
 
 
 def loss_of(logits: Tensor, rows: Tensor) -> Tensor:
