@@ -111,7 +111,7 @@ class PipelineRunner(Runner):
             check_device(batch, self.plan.mesh.device)
             if programs.train:
                 check_detached(batch)
-            parts = self._parts(batch)
+            parts = self.cut_batch(batch)
             step = self.latest_step = self.look(parts[0])
             if step.staged.trace.weighted and self.in_backward:
                 raise weighted_in_backward()
@@ -126,7 +126,7 @@ class PipelineRunner(Runner):
             decline(programs.comms.control, self.call, batch, error)
         return Ready(given, prepared, executor, parts, facts)
 
-    def _parts(self, batch: Any) -> list[Any]:
+    def cut_batch(self, batch: Any) -> list[Any]:
         """The microbatches, which have one shape."""
         parts = microbatches(batch, self.programs.accumulate, self.plan.batch)
         for number, part in enumerate(parts):
@@ -148,7 +148,7 @@ class PipelineRunner(Runner):
             PlanError: as ``trace_stages``.
             BatchError: the batch cannot be cut into equal microbatches.
         """
-        programs, part = self.programs, self._parts(batch)[0]
+        programs, part = self.programs, self.cut_batch(batch)[0]
         planned = self.planned(part)
         staged, rank, trace = planned.staged, planned.ranks[self.position], planned.staged.trace
         if programs.train and not trace.weighted:
@@ -195,15 +195,20 @@ class PipelineRunner(Runner):
         assert whole is not None and whole.stages is not None and isinstance(programs.policy, Policy)
         staged = trace_stages(self.finder.fn, whole, part, programs.train, programs.remat)
         order = self.order(programs.policy, programs.accumulate)
-        count = whole.mesh.axis_size(whole.stages.axis)
-        others = [whole.at_position(position, self.plan.mesh) for position in range(count)]
-        plans = [*others[: self.position], self.plan, *others[self.position + 1 :]]
-        known = [(plan, self.infos(plan)) for plan in plans]
-        ranks, schedules, lanes = joint_schedules(staged, known, order, programs.policy, programs.train)
+        ranks, schedules, lanes = joint_schedules(staged, self.positions(), order, programs.policy, programs.train)
         if not programs.train:
             forwards = [tuple([action for action in lane if action.kind == "F"]) for lane in order.ranks]
             order = replace(order, ranks=tuple(forwards))
         return PlannedStep(staged, tuple(ranks), PipelineSchedules(order, tuple(schedules)), tuple(lanes))
+
+    def positions(self) -> list[tuple[Plan, tuple[GroupInfo, ...]]]:
+        """By position the plan of what its ranks hold, and what schedules know of its groups."""
+        whole = self.plan.whole
+        assert whole is not None and whole.stages is not None
+        count = whole.mesh.axis_size(whole.stages.axis)
+        others = [whole.at_position(position, self.plan.mesh) for position in range(count)]
+        plans = [*others[: self.position], self.plan, *others[self.position + 1 :]]
+        return [(plan, self.infos(plan)) for plan in plans]
 
     def _placed(self, planned: PlannedStep) -> StagedStep:
         """A program with its memory."""
