@@ -212,7 +212,8 @@ def _on_best(args: argparse.Namespace, job: Any, best: Option) -> Any:
 def _hf(args: argparse.Namespace) -> Job:
     remat = None if args.remat == "none" else args.remat
     staged = read_mesh(args.mesh).shape.get(STAGE, 0)
-    rows, accumulate = args.rows or 1, args.accumulate or (FILLED * staged or 1)
+    rows = 1 if args.rows is None else args.rows
+    accumulate = (FILLED * staged or 1) if args.accumulate is None else args.accumulate
     return hugging_face(args.hf, rows, args.length, args.precision or "bf16", remat, accumulate)
 
 
