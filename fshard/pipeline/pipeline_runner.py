@@ -15,7 +15,7 @@ from fshard.pipeline.orders import PipelineOrder
 from fshard.pipeline.pipeline_trace import PipelineSchedules, PipelineTrace
 from fshard.pipeline.rank_program import Lane, RankProgram
 from fshard.pipeline.stage_engine import StageEngine
-from fshard.pipeline.stage_needs import stage_needs
+from fshard.pipeline.stage_needs import StageNeeds, stage_needs
 from fshard.pipeline.stage_sums import StageSums, role_of, shared_by
 from fshard.pipeline.staged_passes import StagedPasses
 from fshard.pipeline.staged_trace import StagedProgram, trace_stages
@@ -102,6 +102,7 @@ class PipelineRunner(Runner):
         self.plans: dict[Hashable, PlannedStep] = {}
         self.staged: dict[Hashable, StagedStep] = {}
         self.latest_step: StagedStep | None = None
+        self._needs: dict[int, StageNeeds] = {}  # of ``plans``, which stay
 
     def _prepare(self, given: StepRequest) -> Ready:
         programs, batch, facts = self.programs, given.batch, Facts()
@@ -150,10 +151,10 @@ class PipelineRunner(Runner):
         """
         programs, part = self.programs, self.cut_batch(batch)[0]
         planned = self.planned(part)
-        staged, rank, trace = planned.staged, planned.ranks[self.position], planned.staged.trace
+        trace = planned.staged.trace
         if programs.train and not trace.weighted:
             check_even(batch, programs.accumulate)
-        found = stage_needs(self.finder.fn, staged, rank, self.plan, part, programs.train, programs.remat)
+        found = self.needs(planned, part)
         idle = None if trace.idle is None else tuple([path for path in trace.idle if path in self.plan.leaves])
         return PipelineTrace(
             planned.schedules.ranks[self.position],
@@ -164,6 +165,23 @@ class PipelineRunner(Runner):
             flops=found.flops,
             schedules=planned.schedules,
         )
+
+    def needs(self, planned: PlannedStep, part: Any) -> StageNeeds:
+        """Run the stages of this rank on fake tensors, once for each program."""
+        if id(planned) not in self._needs:
+            programs, rank = self.programs, planned.ranks[self.position]
+            given = self.finder.fn, planned.staged, rank, self.plan, part, programs.train, programs.remat
+            self._needs[id(planned)] = stage_needs(*given)
+        return self._needs[id(planned)]
+
+    def flops(self, batch: Any) -> int | None:
+        """Floating-point operations of the model in a run on this batch, of the stages of this rank."""
+        if self.latest_step is None:
+            return None
+        planned = self.latest_step.planned
+        if id(planned) not in self._needs:
+            self.needs(planned, self.cut_batch(batch)[0])
+        return self._needs[id(planned)].flops * self.programs.accumulate
 
     def _communicators(self, planned: PlannedStep) -> tuple[tuple[str, Axes], ...]:
         """The communicators of this rank."""
