@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from fshard.errors import CommError, PeerError, ScheduleError
+from fshard.errors import CLOSED, CommError, PeerError, ScheduleError
 from fshard.forks import keep, own
 from fshard.runtime.comm.bounded import bounded, bounded_together
 from fshard.runtime.comm.calls import announce
@@ -159,7 +159,7 @@ class ProcessTransport:
         for part in self.parts:
             part.close(reason)
         self.watchdog.close()
-        self.lost = self.lost or reason or "the mesh was closed"
+        self.lost = self.lost or reason or CLOSED
         if not reason:
             self.flight.withdraw()
         self._drop([*self.comms.values()], reason)
