@@ -387,10 +387,6 @@ def unknown_axis(axis: object, names: Sequence[str]) -> AxisError:
     return AxisError(f"axis {axis!r} is not in the mesh: give one of {have}; dims of torch.vmap have no names")
 
 
-CLOSED = "the mesh was closed, by mesh.close() or at the end of its `with`: make steps and call them before that"
-"""What communicators of a closed mesh say."""
-
-
 def half_updated(cause: str) -> StateError:
     """An optimizer failed after it had written to parameters or to its state."""
     return StateError(

@@ -363,12 +363,7 @@ def make_plan(
         ("rules", rules, (list, tuple), _RULES),
         ("batch", batch, (P, type(None)), 'a spec, batch=fs.P("data")'),
         ("units", units, (str, list, tuple), "a list of globs"),
-        (
-            "stages",
-            getattr(stages, "table", stages),
-            (Callable, type(None)),
-            'stages of a pipeline, fs.Stages("stage")',
-        ),
+        ("stages", getattr(stages, "table", stages), (Callable, type(None)), 'stages, fs.Stages("stage")'),
     ]
     expect("make_plan(model, mesh, rules)", wants)
     precision = Precision() if precision is None else precision

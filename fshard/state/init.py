@@ -132,7 +132,7 @@ def _warn_of_own(plan: Plan, paths: Sequence[str]) -> None:
             f"them, which it does not call. Give that method's values as init=[(pattern, fs.init.normal(0.02)), ...], "
             f"a rule for each of these leaves, or make the module with values and give params=model.params",
             UserWarning,
-            stacklevel=4,
+            stacklevel=6,
         )
 
 

@@ -104,6 +104,18 @@ def test_statistics_that_change_are_told_what_to_do() -> None:
     assert buffers["1"]["num_batches_tracked"] == 2
 
 
+def test_warnings_name_the_line_of_the_user() -> None:
+    class Own(nn.Sequential):
+        def _init_weights(self, module: nn.Module) -> None:
+            """Code for first values that only its library calls."""
+
+    model = fs.split(Own(nn.Linear(2, 2)))
+    plan = fs.make_plan(model, MESH, RULES)
+    with pytest.warns(UserWarning, match="begin with PyTorch's default") as seen:
+        fs.init_state(plan, OPT)
+    assert [one.filename for one in seen] == [__file__]
+
+
 def test_a_data_set_without_samples_is_named() -> None:
     with pytest.raises(PlanError, match="fs.data.Loader: the data set, a list, has no samples"):
         fs.data.Loader([], PLAN, batch=4)

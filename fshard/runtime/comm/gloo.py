@@ -20,9 +20,9 @@ from zlib import crc32
 import torch.distributed as dist
 from torch import Tensor, empty
 
-from fshard.errors import CLOSED, CommError
+from fshard.errors import CommError
 from fshard.forks import keep, own
-from fshard.runtime.comm.communicator import Events, Handle, Sizes, chunks
+from fshard.runtime.comm.communicator import CLOSED, Events, Handle, Sizes, chunks
 from fshard.runtime.comm.gloo_threads import hand_over
 from fshard.runtime.comm.pending import naming_errors
 from fshard.runtime.comm.row_sums import sum_rows

@@ -8,9 +8,9 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from fshard.errors import CLOSED, CommError
+from fshard.errors import CommError
 from fshard.forks import keep, own
-from fshard.runtime.comm.communicator import Events, Handle, Sizes
+from fshard.runtime.comm.communicator import CLOSED, Events, Handle, Sizes
 from fshard.runtime.comm.device_streams import Stream
 from fshard.runtime.comm.pending import PendingWork, all_gather, naming_errors, reduce_scatter
 from fshard.runtime.comm.row_sums import sum_rows

@@ -11,11 +11,11 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from fshard.errors import CLOSED, CommError, PeerError, ScheduleError
+from fshard.errors import CommError, PeerError, ScheduleError
 from fshard.forks import keep, own
 from fshard.runtime.comm.bounded import bounded, bounded_together
 from fshard.runtime.comm.calls import announce
-from fshard.runtime.comm.communicator import Communicator, SingleRank
+from fshard.runtime.comm.communicator import CLOSED, Communicator, SingleRank
 from fshard.runtime.comm.descriptors import Descriptors
 from fshard.runtime.comm.device_release import Cuts
 from fshard.runtime.comm.device_streams import make_stream

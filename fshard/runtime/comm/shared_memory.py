@@ -17,8 +17,8 @@ from threading import get_ident
 import torch
 from torch import Tensor
 
-from fshard.errors import CLOSED
 from fshard.forks import own
+from fshard.runtime.comm.communicator import CLOSED
 from fshard.runtime.comm.links import PeerLink, close_files, make_memory, map_memory
 from fshard.runtime.comm.watchdog import Watchdog
 
