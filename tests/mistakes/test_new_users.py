@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 import fshard as fs
-from fshard.errors import LossError, PlanError, UnitError
+from fshard.errors import LossError, PlanError, TreeError, UnitError
 from fshard.hints import OF_CALLS
 
 MESH = fs.make_mesh((1,), ("data",))
@@ -114,6 +114,22 @@ def test_warnings_name_the_line_of_the_user() -> None:
     with pytest.warns(UserWarning, match="begin with PyTorch's default") as seen:
         fs.init_state(plan, OPT)
     assert [one.filename for one in seen] == [__file__]
+
+
+def test_parameters_of_all_ranks_become_a_state_dict() -> None:
+    """As docs/from-fsdp2.md writes it; inside of a run whole tensors are still refused."""
+    mesh = fs.virtual_mesh((2,), ("data",))
+    net = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 1))
+    plan = fs.make_plan(fs.split(net), mesh, RULES)
+    state = fs.init_state(plan, OPT, params=fs.split(net).params)
+    found = fs.io.to_state_dict(state.params, plan)
+    assert found.keys() == net.state_dict().keys()
+    assert all(torch.equal(found[name], value) for name, value in net.state_dict().items())
+    assert found.keys() == fs.io.to_state_dict(state=state.params, plan=plan, nested=False).keys()
+    with pytest.raises(TreeError, match="These are whole tensors"):
+        mesh.run(lambda: fs.io.to_state_dict(fs.split(net).params, plan.here))
+    with pytest.raises(TreeError, match="missing"):
+        fs.io.to_state_dict({}, plan)
 
 
 def test_a_data_set_without_samples_is_named() -> None:
