@@ -29,6 +29,10 @@ OF_MODULES: Mapping[str, Mapping[str, str]] = {
         "cosine_decay_schedule lr_scheduler LambdaLR": "a rate is any function of the step, as in fs.optim.schedules",
         "apply_updates init update": "the step calls the rule: fs.make_train_step(loss_fn, opt, plan)",
     },
+    "fshard.optim.schedules": {
+        "cosine cosine_decay CosineAnnealingLR": "fs.optim.schedules.warmup_cosine(peak, warmup=0, total=steps)",
+        "OneCycleLR wsd StepLR ExponentialLR exponential": "any function of the step is a schedule",
+    },
     "fshard.tree": {
         "sub subtract": "fs.tree.add(a, b, -1.0)",
         "mul multiply": "fs.tree.scale(tree, factor), or fs.tree.map(fn, tree) for what is elementwise",
@@ -83,6 +87,22 @@ OF_CALLS: Mapping[str, tuple[str, Mapping[str, str]]] = {
     "make_update": ("fs.make_update(opt, plan)", {"max_norm grad_clip clip": "clip_norm="}),
     "make_step": ("fs.make_step(fn, plan)", {"donate_argnums": "donate="}),
     "unshard": ("fs.unshard(state.params, plan)", {}),
+    "launch": (
+        "fs.launch(fn, *args, ranks=2)",
+        {
+            "nproc nprocs nproc_per_node num_processes world_size": "ranks=",
+            "args": "the arguments themselves, after fn",
+        },
+    ),
+    "train_loop": (
+        "fs.train_loop(step, start, batches, steps=1000)",
+        {
+            "checkpoint checkpointer ckpt": "checkpoints=",
+            "epochs num_epochs": "steps=, or fs.data.Loader(..., epochs=)",
+            "max_steps num_steps total": "steps=",
+            "tracker trackers logger callbacks": "track=",
+        },
+    ),
     "Loader": (
         "fs.data.Loader(dataset, plan, batch=32)",
         {"batch_size": "batch=, the rows of a batch over all ranks"},

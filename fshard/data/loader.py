@@ -85,6 +85,12 @@ class Loader:
         self.dataset, self.plan, self.epochs = dataset, plan, epochs
         self.order = Order(len(dataset), batch, seed, shuffle, partial)
         self.options = {**options, "collate_fn": collate}
+        try:
+            DataLoader(dataset, batch_size=1, **self.options)
+        except (TypeError, ValueError) as error:
+            raise PlanError(
+                f"fs.data.Loader: PyTorch's data loader refuses {', '.join(f'{name}=' for name in options)}: {error}"
+            ) from error
         self.position = 0
         """The global batches that were handed out so far."""
         rows, *rest = plan.batch.dims or (None,)

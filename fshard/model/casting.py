@@ -77,7 +77,8 @@ def note_outside(error: Exception, batch: Any, params: Any) -> None:
     )
     if given != read and re.search("dtype|scalar type", text) and not hasattr(error, "__notes__"):
         error.add_note(
-            f"The batch has {', '.join(given)}, and parameters are computed with in {', '.join(read)}: cast the batch."
+            f"The batch has {', '.join(given)}, and parameters are computed with in {', '.join(read)}: cast the "
+            f"batch, or make the layers that read it units, whose inputs fs.Precision(inputs=True) casts."
         )
 
 

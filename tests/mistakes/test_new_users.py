@@ -35,7 +35,7 @@ def told(fn: Any, batch: Any) -> str:
 def test_arguments_that_do_not_fit_are_told_a_right_call(name: str) -> None:
     right, hints = OF_CALLS[name]
     fn: Any = fs.data.Loader if name == "Loader" else getattr(fs, name)
-    with pytest.raises(TypeError, match="missing a required argument") as caught:
+    with pytest.raises(TypeError, match="missing a required") as caught:
         fn()
     assert right in str(caught.value)
     for words, hint in hints.items():
@@ -78,7 +78,7 @@ def test_a_module_without_data_is_named() -> None:
 
 def test_dtypes_that_meet_outside_of_units_are_named() -> None:
     said = told(loss, torch.ones(2, 3, dtype=torch.float64))
-    assert "The batch has float64, and parameters are computed with in float32: cast the batch." in said
+    assert "The batch has float64, and parameters are computed with in float32: cast the batch, or make" in said
 
 
 def test_statistics_that_change_are_told_what_to_do() -> None:
@@ -135,6 +135,12 @@ def test_parameters_of_all_ranks_become_a_state_dict() -> None:
 def test_a_data_set_without_samples_is_named() -> None:
     with pytest.raises(PlanError, match="fs.data.Loader: the data set, a list, has no samples"):
         fs.data.Loader([], PLAN, batch=4)
+
+
+@pytest.mark.parametrize("options", [{"foo": 1}, {"num_workers": -1}])
+def test_options_that_the_loader_of_pytorch_refuses_are_refused_at_once(options: Any) -> None:
+    with pytest.raises(PlanError, match=f"PyTorch's data loader refuses {next(iter(options))}="):
+        fs.data.Loader([1, 2], PLAN, batch=2, **options)
 
 
 def test_an_update_that_is_not_unpacked_is_told_so() -> None:
