@@ -36,7 +36,7 @@ def _cut_for_each_rank(fn: Callable[P, R]) -> Callable[P, R]:
 
     @functools.wraps(fn)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
-        given = dict(zip(("state", "plan"), args, strict=False)) | kwargs
+        given: dict[str, Any] = dict(zip(("state", "plan"), args, strict=False)) | kwargs
         whole, plan = given.pop("state", None), given.pop("plan", None)
         if not isinstance(plan, Plan) or not plan.mesh.everywhere or isinstance(whole, TrainState):
             return fn(*args, **kwargs)
