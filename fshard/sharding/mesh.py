@@ -218,7 +218,9 @@ def resolve_sizes(sizes: Sequence[int], names: Sequence[str], world: int | None)
         return sizes
     if world is None or sizes.count(-1) > 1:
         why = "there is no world to divide" if world is None else "only one axis can be left open"
-        raise PlanError(f"mesh sizes {sizes} hold -1 {sizes.count(-1)} times, but {why}: give the sizes")
+        raise PlanError(
+            f"mesh sizes {sizes} leave {counted(sizes.count(-1), 'size')} open by -1, but {why}: give the sizes"
+        )
     if world % known:
         raise PlanError(
             f"mesh sizes {sizes} over {counted(world, 'rank')}: {world} is not a multiple of {known}, so no size "

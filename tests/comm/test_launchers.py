@@ -97,6 +97,14 @@ def test_a_job_that_cannot_join_is_refused(given: dict[str, str], named: str, mo
         fs.make_mesh((-1,), ("data",))
 
 
+def test_a_world_of_one_meets_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in WAYS:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    assert fs.make_mesh((-1,), ("data",)).size == 1
+
+
 def test_the_first_host_of_any_list() -> None:
     """Lists as Slurm writes them, against the hosts that they stand for."""
     draw = random.Random(7)

@@ -85,7 +85,9 @@ def join(timeout: float, given: str | torch.device | None, check: Check) -> Join
     if dist.is_initialized():
         return _of_group(timeout, given, check)
     os.environ.update(as_torchrun(os.environ))
-    if not (os.environ.get("RANK") and os.environ.get("WORLD_SIZE")):
+    if not all(map(os.environ.get, ("RANK", "WORLD_SIZE"))):
+        return None
+    if int(os.environ["WORLD_SIZE"]) == 1 and not all(map(os.environ.get, ("MASTER_ADDR", "MASTER_PORT"))):
         return None
     limit = datetime.timedelta(seconds=timeout)
     visible, local = (
