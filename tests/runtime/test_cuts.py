@@ -118,7 +118,7 @@ def steps(notes: bool) -> list[tuple[str, float]]:
     with pytest.MonkeyPatch.context() as change, fs.make_mesh((2,), ("shard",), timeout=60) as mesh:
         asynchronous(mesh, device, change)
         if not notes:
-            change.setattr(Cuts, "tell", lambda self, reason: None)
+            change.setattr(Cuts, "tell", lambda self, closed, reason: None)
         params = {"w": torch.ones(4)}
         plan = fs.make_plan(params, mesh, [(".*", fs.fsdp("shard"))], batch=P("shard"))
         opt = fs.optim.sgd(0.1)
