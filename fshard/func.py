@@ -3,6 +3,7 @@
 ``fs.value_and_grad`` is the fast way to a gradient. These are for all else (docs/transforms.md).
 """
 
+from fshard.transform.linearized import linearize
 from fshard.transform.optimizer import differentiable
 from fshard.transform.products import gnvp, hessian_trace_samples, hvp, jvp
 from fshard.transform.samples import clipped_grad, per_sample_grad
@@ -15,6 +16,7 @@ __all__ = [
     "hessian_trace_samples",
     "hvp",
     "jvp",
+    "linearize",
     "per_sample_grad",
     "sharded_loss",
 ]
