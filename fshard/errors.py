@@ -207,6 +207,17 @@ class NonFiniteError(ShardError, ArithmeticError):
     """
 
 
+class SolverError(ShardError, ArithmeticError):
+    """A linear map that a solver cannot use: not symmetric, not positive, or not finite.
+
+    >>> import fshard as fs, torch
+    >>> plan = fs.make_plan({"w": torch.ones(2)}, fs.make_mesh((1,), ("data",)), [(".*", fs.fsdp("data"))])
+    >>> fs.func.cg(lambda v: {"w": -v["w"]}, {"w": torch.ones(2)}, plan)
+    Traceback (most recent call last):
+    fshard.errors.SolverError: ...
+    """
+
+
 class CorruptionError(ShardError, RuntimeError):
     """A rank computed a step twice, with different results (``fs.recheck``). The state is as it was before.
 

@@ -3,6 +3,7 @@
 ``fs.value_and_grad`` is the fast way to a gradient. These are for all else (docs/transforms.md).
 """
 
+from fshard.transform.conjugate_gradients import Solution, cg
 from fshard.transform.linearized import linearize
 from fshard.transform.optimizer import differentiable
 from fshard.transform.products import gnvp, hessian_trace_samples, hvp, jvp
@@ -10,6 +11,8 @@ from fshard.transform.samples import clipped_grad, per_sample_grad
 from fshard.transform.sharded_loss import sharded_loss
 
 __all__ = [
+    "Solution",
+    "cg",
     "clipped_grad",
     "differentiable",
     "gnvp",
