@@ -327,22 +327,6 @@ def bad_rate(lr: object, step: int, value: object) -> PlanError:
     )
 
 
-def not_elementwise(name: str, reason: str) -> PlanError:
-    """A class of ``torch.optim`` that cannot run on pieces of leaves."""
-    return PlanError(
-        f"fs.optim.from_torch({name}): its rule is not elementwise, so it cannot run on flat shards: {reason}. Use "
-        f'fs.optim.muon or fs.optim.adafactor on leaves with fs.Rule(..., align="leaf"), or an elementwise class'
-    )
-
-
-def not_kept(name: str, reason: str) -> PlanError:
-    """A class of ``torch.optim`` that has state which no train state can hold."""
-    return PlanError(
-        f"fs.optim.from_torch({name}): its step is no function of what it keeps for each parameter: {reason}. Keep "
-        f"counts and buffers in self.state[param], from the first update on"
-    )
-
-
 def missing_extra(what: str, library: str, extra: str) -> ImportError:
     """An optional library that is not installed."""
     return ImportError(f'{what} needs {library}, which is not installed: pip install "fshard[{extra}]"')

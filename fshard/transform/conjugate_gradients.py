@@ -15,7 +15,7 @@ from fshard.transform.solving import Solving, Vector, check_solver, combined
 
 
 class Solution(NamedTuple):
-    """What ``fs.func.cg`` has found, and all that it needs to go on.
+    """The result of ``fs.func.cg``, and all that it needs to go on.
 
     It holds nothing but tensors and numbers, so ``torch.save(solution._asdict(), file)`` on each rank keeps it, and
     ``fs.func.cg(..., resume=Solution(**torch.load(file)))`` goes on to the same bits.
@@ -27,6 +27,14 @@ class Solution(NamedTuple):
         square: the inner product of the residual and the preconditioned residual.
         history: the norm of the residual at the start, and after each iteration.
         converged: whether the last of them is within the tolerance.
+
+    >>> import fshard as fs
+    >>> plan = fs.make_plan({"w": torch.ones(2)}, fs.make_mesh((1,), ("data",)), [(".*", fs.fsdp("data"))])
+    >>> diagonal = torch.tensor([1.0, 2.0])
+    >>> half = fs.func.cg(lambda v: {"w": diagonal * v["w"]}, {"w": torch.ones(2)}, plan, maxiter=1)
+    >>> saved = half._asdict()
+    >>> fs.func.cg(lambda v: {"w": diagonal * v["w"]}, {"w": torch.ones(2)}, plan, resume=Solution(**saved)).iterations
+    2
     """
 
     x: Any
@@ -173,7 +181,7 @@ class Iterate:
 
     @property
     def done(self) -> bool:
-        """Whether the residual is within the tolerance."""
+        """True when the residual is within the tolerance."""
         return self.history[-1] <= self.goal
 
     def solution(self) -> Solution:

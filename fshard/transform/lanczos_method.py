@@ -16,7 +16,7 @@ from fshard.transform.solving import Solving, Vector, check_solver, combined, sc
 
 
 class Lanczos(NamedTuple):
-    """What ``fs.func.lanczos`` has found, and all that it needs to go on.
+    """The result of ``fs.func.lanczos``, and all that it needs to go on.
 
     ``A`` is ``T`` in the basis, but for what lies outside of it: ``T`` is tridiagonal. The record holds tensors and
     numbers alone, so ``torch.save(found._asdict(), file)`` on each rank keeps it, and
@@ -27,6 +27,12 @@ class Lanczos(NamedTuple):
         beside: what stands beside the diagonal; the last number is the norm of what lies outside of the basis, zero if
             the basis spans a space that the matrix maps into itself.
         basis: orthonormal trees of shards, one more than the diagonal has numbers, unless that last number is zero.
+
+    >>> import fshard as fs
+    >>> plan = fs.make_plan({"w": torch.ones(2)}, fs.make_mesh((1,), ("data",)), [(".*", fs.fsdp("data"))])
+    >>> found = fs.func.lanczos(lambda v: {"w": 3 * v["w"]}, {"w": torch.ones(2)}, plan, steps=2)
+    >>> found.steps, found.eigenvalues, found.beside
+    (1, tensor([3.0000], dtype=torch.float64), [0.0])
     """
 
     diagonal: list[float]
@@ -87,16 +93,16 @@ class LanczosSteps(Solving):
 
     callback: Callable[[Lanczos], Any] | None = None
 
-    def first(self, v0: Vector) -> "Basis":
+    def first(self, v0: Vector) -> "KrylovBasis":
         """The basis of the start vector alone."""
         (square,) = self.dots((v0, v0))
         if self.finite(square, "the square of v0", "the start") == 0:
             raise SolverError(
                 "lanczos: v0 is zero where anything is trained: give such as fs.tree.normal(fs.random.key(0), plan)"
             )
-        return Basis([], [], [scaled(v0, 1 / math.sqrt(square))])
+        return KrylovBasis([], [], [scaled(v0, 1 / math.sqrt(square))])
 
-    def step(self, at: "Basis") -> "Basis":
+    def step(self, at: "KrylovBasis") -> "KrylovBasis":
         """One product, and the next vector of the basis, orthogonal to all others."""
         place = f"step {at.number + 1}"
         rest = self.times(at.vectors[-1])
@@ -112,7 +118,7 @@ class LanczosSteps(Solving):
         if beside <= 100 * self.rounding**2 * scale:
             found = replace(at, diagonal=diagonal, beside=[*at.beside, 0.0])
         else:
-            found = Basis(diagonal, [*at.beside, beside], [*at.vectors, scaled(rest, 1 / beside)])
+            found = KrylovBasis(diagonal, [*at.beside, beside], [*at.vectors, scaled(rest, 1 / beside)])
         if self.callback is not None:
             self.callback(found.result())
         return found
@@ -123,7 +129,7 @@ class LanczosSteps(Solving):
             rest = combined(rest, -by, one)
         return rest
 
-    def symmetric(self, at: "Basis", along: list[float], size: float, place: str) -> None:
+    def symmetric(self, at: "KrylovBasis", along: list[float], size: float, place: str) -> None:
         """Refuse a matrix that is not symmetric.
 
         Raises:
@@ -139,14 +145,14 @@ class LanczosSteps(Solving):
                     f"random numbers"
                 )
 
-    def again(self, found: Lanczos) -> "Basis":
+    def again(self, found: Lanczos) -> "KrylovBasis":
         """The basis of an earlier call."""
         vectors = [self.vector(one, f"resume.basis[{i}]") for i, one in enumerate(found.basis)]
-        return Basis([*found.diagonal], [*found.beside], vectors)
+        return KrylovBasis([*found.diagonal], [*found.beside], vectors)
 
 
 @dataclass(frozen=True)
-class Basis:
+class KrylovBasis:
     """The state of Lanczos' method between two steps."""
 
     diagonal: list[float]
@@ -160,7 +166,7 @@ class Basis:
 
     @property
     def closed(self) -> bool:
-        """Whether the matrix maps the basis into itself."""
+        """True when the matrix maps the basis into itself."""
         return bool(self.beside) and self.beside[-1] == 0.0
 
     def result(self) -> Lanczos:

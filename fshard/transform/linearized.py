@@ -240,7 +240,7 @@ def own_storage(trained: Flat) -> Flat:
 
 
 def keeps(plan: Plan) -> bool:
-    """Whether the gathered parameters of a plan are few enough to be kept where nobody says otherwise."""
+    """Tell whether the gathered parameters of a plan are so few that tools keep them unless they are told."""
     return sum(group.parts * group.chunk * group.compute_dtype.itemsize for group in plan.groups) <= KEPT
 
 

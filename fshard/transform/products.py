@@ -1,4 +1,4 @@
-"""Products with derivatives: directions, Hessians, Gauss-Newton matrices, traces. No matrix is ever formed.
+"""Products with derivatives: directions, Hessians, traces. No matrix is ever formed.
 
 Forward derivatives are faster. Where an operator has none, reverse derivatives give the same product: the Hessian is
 symmetric, and the pullback of a pullback is the pushforward.
@@ -16,51 +16,16 @@ from torch.func import jvp as forward
 
 from fshard import tree
 from fshard.arguments import expect
-from fshard.collectives.linear import LinearSum, apply
-from fshard.collectives.ranks import Ranks
-from fshard.collectives.scope import cutting
 from fshard.errors import PlanError
-from fshard.model.missing import NO_FORWARD, explained
+from fshard.model.missing import explained
 from fshard.model.random import fold_in
-from fshard.model.remat_function import exact
 from fshard.runtime.comm import collective_call, telling
-from fshard.runtime.engine import read_loss
-from fshard.runtime.steps.batch_rows import BatchRows
 from fshard.sharding.plan import Plan
-from fshard.state.equal import Equal
 from fshard.transform import tree_vectors
-from fshard.transform.gather import gather_all
-from fshard.transform.linearized import Linearize, LinearMap, keeps, met, own_storage, plain_attention
-from fshard.transform.meeting import meeting
+from fshard.transform.linearized import LinearMap, keeps, own_storage, plain_attention
+from fshard.transform.product_modes import Flat, ProductModes, direction_of
 from fshard.transform.sharded_loss import LossFn, ShardedLoss, check_loss, sharded_loss
 from fshard.transform.tree_vectors import split_trainable, zero_filled
-
-Flat = dict[str, Tensor]
-
-
-@dataclass(frozen=True)
-class ProductModes:
-    """Two modes of one product: forward derivatives, until an operator turns out to have none; then reverse ones."""
-
-    missing: list[str] = field(default_factory=list)
-
-    def run(self, by_forward: Callable[[], Any], by_reverse: Callable[[], Any]) -> Any:
-        """The product. All ranks run one program, so they find the same operators."""
-        if not self.missing:
-            try:
-                with explained("the function"):
-                    return by_forward()
-            except RuntimeError as error:
-                text = str(error)
-                if not any(part in text for part in _NO_FORWARD):
-                    raise
-                self.missing.append(text)
-        with explained("the function"):
-            return by_reverse()
-
-
-_NO_FORWARD = (NO_FORWARD, "forward AD", "forward mode AD", "ZeroTensors are immutable", "jvp")
-"""Parts of errors about missing forward derivatives."""
 
 
 def jvp(
@@ -124,7 +89,7 @@ class HessianProduct:
 
     @property
     def reshard(self) -> bool:
-        """Whether units are gathered, and computed, again in each pass."""
+        """True where units are gathered, and computed, again in each pass."""
         return self.loss.reshard
 
     @collective_call
@@ -214,105 +179,6 @@ def hvp(loss_fn: LossFn, plan: Plan, *, reshard: bool | None = None) -> HessianP
     return HessianProduct(_loss(loss_fn, plan, reshard))
 
 
-@dataclass(frozen=True)
-class GaussNewtonProduct:
-    """``product(params, v, batch)``. Made by ``fs.func.gnvp``."""
-
-    predict: Callable[..., Any]
-    loss_fn: LossFn
-    plan: Plan
-    pushing: ProductModes = field(default_factory=ProductModes, repr=False)
-    bending: ProductModes = field(default_factory=ProductModes, repr=False)
-
-    @collective_call
-    def __call__(self, params: Any, v: Any, batch: Any) -> dict[str, Any]:
-        """The product at these parameters, of this rank's batch.
-
-        Raises:
-            TreeError, BatchError: arguments that do not fit, alike on all ranks.
-        """
-        ranks = meeting(self.plan.mesh, batch, BatchRows())
-        trained, rest = met(ranks, self.plan, params, batch, Equal(self.plan, {"tool": "gnvp"}), v)
-        direction = _direction(self.plan, trained, v)
-
-        def outputs(p: Flat) -> Any:
-            with exact():
-                return self.predict(gather_all(self.plan, {**rest, **p}), batch)
-
-        with cutting(self.plan.mesh), plain_attention():
-            found: Any = self.pushing.run(
-                lambda: forward(outputs, (trained,), (direction,)), lambda: _pushed(outputs, trained, direction)
-            )
-            (pulled,) = vjp(outputs, trained)[1](self._curved(batch, found[0], found[1]))
-        return zero_filled(self.plan, pulled, rest)
-
-    @collective_call
-    def linearize(self, params: Any, batch: Any) -> LinearMap:
-        """The Gauss-Newton matrix at these parameters as a linear map, whose ``value`` is this rank's outputs.
-
-        The outputs are computed once, and parameters are gathered once. The map holds them, and activations, as long as
-        it lives.
-
-        Raises:
-            TreeError, BatchError: arguments that do not fit, alike on all ranks.
-            PeerError: ``predict`` raised on another rank.
-        """
-        jacobian = Linearize(self.predict, self.plan, False)(params, batch)
-
-        def times(v: Flat) -> Flat:
-            with plain_attention():
-                return jacobian.backward(self._curved(batch, jacobian.value, jacobian.forward(v)))
-
-        def filled(v: Flat) -> dict[str, Any]:
-            return zero_filled(self.plan, times(v), jacobian.frozen)
-
-        def trainable(u: Any) -> Flat:
-            flat = self.plan.check_tree(u, whole=False, what="u")
-            return {path: leaf for path, leaf in flat.items() if path not in jacobian.frozen}
-
-        return LinearMap(self.plan, jacobian.value, filled, times, jacobian.frozen, trainable)
-
-    def _curved(self, batch: Any, out: Any, moved: Any) -> Any:
-        """The Hessian of the loss by outputs, times a derivative of the outputs."""
-        slope = grad(functools.partial(self._share, batch))
-        return self.bending.run(lambda: forward(slope, (out,), (moved,))[1], lambda: vjp(slope, out)[1](moved)[0])
-
-    def _share(self, batch: Any, out: Any) -> Tensor:
-        """This rank's part of the mean."""
-        with exact():
-            loss = read_loss(self.loss_fn(out, batch))
-        count = torch.as_tensor(1.0 if loss.count is None else loss.count, device=loss.total.device)
-        count = count.detach().to(loss.total)
-        data = Ranks(self.plan.mesh, self.plan.data_axes)
-        return loss.total / (apply(count, LinearSum(data)) if data.size > 1 else count)
-
-
-def gnvp(predict: Callable[..., Any], loss_fn: LossFn, plan: Plan) -> GaussNewtonProduct:
-    """The generalized Gauss-Newton matrix times a vector: ``gnvp(predict, loss_fn, plan)(params, v, batch)``.
-
-    The matrix is ``J^T H J``, where ``J`` is the Jacobian of the outputs and ``H`` the Hessian of the loss by them
-    (Schraudolph, "Fast curvature matrix-vector products for second-order gradient descent", 2002). For a softmax with
-    cross entropy it is the Fisher matrix, and it is positive semi-definite for any convex loss. For many products at
-    one point, ``gnvp(predict, loss_fn, plan).linearize(params, batch)`` is a function of ``v``.
-
-    Args:
-        predict: ``predict(params, batch)``, this rank's outputs: any pytree of floating tensors.
-        loss_fn: ``loss_fn(outputs, batch)``, a scalar or an ``fs.Mean``.
-        plan: the plan.
-
-    Returns:
-        The function. ``v`` and the product are trees of shards like ``params``, zero for frozen leaves.
-
-    >>> import fshard as fs
-    >>> mesh, w = fs.make_mesh((1,), ("data",)), torch.tensor([[1.0, 2.0], [3.0, 4.0]])
-    >>> plan = fs.make_plan({"w": w}, mesh, [(".*", fs.fsdp("data"))])
-    >>> product = gnvp(lambda params, batch: batch @ params["w"], lambda out, batch: out.square().sum() / 2, plan)
-    >>> product({"w": torch.zeros(4)}, {"w": torch.ones(4)}, torch.tensor([[1.0, 2.0]]))
-    {'w': tensor([3., 3., 6., 6.])}
-    """
-    return GaussNewtonProduct(predict, loss_fn, plan)
-
-
 def hessian_trace_samples(
     loss_fn: LossFn, plan: Plan, samples: int = 16, *, reshard: bool | None = None
 ) -> Callable[[Any, Any, Tensor], Tensor]:
@@ -356,12 +222,6 @@ def hessian_trace_samples(
     return probes
 
 
-def _pushed(f: Callable[[Flat], Any], at: Flat, direction: Flat) -> tuple[Any, Any]:
-    """A function's value and its derivative in a direction, by reverse derivatives."""
-    out, pull = vjp(f, at)[:2]
-    return out, vjp(lambda cotangents: pull(cotangents)[0], tree.mapped(torch.zeros_like, out))[1](direction)[0]
-
-
 def _loss(loss_fn: LossFn, plan: Plan, reshard: bool | None) -> ShardedLoss:
     """The global mean loss; without a choice, models of few bytes stay gathered."""
     check_loss(loss_fn, plan)
@@ -372,9 +232,4 @@ def _loss(loss_fn: LossFn, plan: Plan, reshard: bool | None) -> ShardedLoss:
 def _split(plan: Plan, params: Any, v: Any) -> tuple[Flat, Flat, Flat]:
     """The differentiated leaves, the other leaves, and the direction of the former."""
     trained, rest = split_trainable(plan, params)
-    return own_storage(trained), rest, _direction(plan, trained, v)
-
-
-def _direction(plan: Plan, trained: Flat, v: Any) -> Flat:
-    direction = plan.check_tree(v, whole=False, what="v")
-    return {path: direction[path].contiguous() for path in trained}
+    return own_storage(trained), rest, direction_of(plan, trained, v)

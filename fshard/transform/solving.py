@@ -42,7 +42,7 @@ class Solving:
     product: Callable[[Any], Any]
 
     def begin(self, body: Callable[[], T], settings: Mapping[str, Any]) -> T:
-        """What ``body`` makes of the arguments, when all ranks have checked theirs and given the same settings."""
+        """Return what ``body`` makes of the arguments, if all ranks could, and have the same settings."""
         ranks = meeting(self.plan.mesh, None, BatchRows())
         found: T = ranks.all_ranks(self.name, body, ranks.facts(Equal(self.plan, {"solver": self.name, **settings})))
         return found

@@ -91,7 +91,7 @@ def telling(mesh: Mesh | None, always: bool = True) -> Iterator[None]:
 
 
 def told(error: BaseException) -> bool:
-    """Whether a collective call that this thread made inside of its own has told the other ranks of an exception."""
+    """Tell whether a call that this thread made inside of its collective call has told the others of an exception."""
     around: CallMeeting | None = getattr(threading.current_thread(), MEETING, None)
     return around is not None and around.told is error
 
