@@ -20,8 +20,8 @@ from fshard.runtime.engine import read_loss
 from fshard.runtime.steps.batch_rows import BatchRows
 from fshard.sharding.plan import Plan
 from fshard.state.equal import Equal
-from fshard.transform.gather import gather_all
-from fshard.transform.linearized import Linearize, LinearMap, met, plain_attention
+from fshard.transform.gather import gather_some
+from fshard.transform.linearized import Linearize, LinearMap, met, own_storage, plain_attention
 from fshard.transform.meeting import meeting
 from fshard.transform.product_modes import Flat, ProductModes, direction_of
 from fshard.transform.sharded_loss import LossFn
@@ -49,16 +49,20 @@ class GaussNewtonProduct:
         trained, rest = met(ranks, self.plan, params, batch, Equal(self.plan, {"tool": "gnvp"}), v)
         direction = direction_of(self.plan, trained, v)
 
-        def outputs(p: Flat) -> Any:
-            with exact():
-                return self.predict(gather_all(self.plan, {**rest, **p}), batch)
-
         with cutting(self.plan.mesh), plain_attention():
-            found: Any = self.pushing.run(
-                lambda: forward(outputs, (trained,), (direction,)), lambda: _pushed(outputs, trained, direction)
+            found: Any = vjp(lambda p: gather_some(self.plan, p, True), trained)
+            at, along = own_storage(found[0]), gather_some(self.plan, direction, True)
+            fixed = gather_some(self.plan, rest, False)
+
+            def outputs(p: Flat) -> Any:
+                with exact():
+                    return self.predict(tree.nest({path: {**fixed, **p}[path] for path in self.plan.leaves}), batch)
+
+            pushed: Any = self.pushing.run(
+                lambda: forward(outputs, (at,), (along,)), lambda: _pushed(outputs, at, along)
             )
-            (pulled,) = vjp(outputs, trained)[1](self._curved(batch, found[0], found[1]))
-        return zero_filled(self.plan, pulled, rest)
+            (pulled,) = vjp(outputs, at)[1](self._curved(batch, pushed[0], pushed[1]))
+            return zero_filled(self.plan, found[1](pulled)[0], rest)
 
     @collective_call
     def linearize(self, params: Any, batch: Any) -> LinearMap:

@@ -226,6 +226,8 @@ def met(ranks: LossMeeting, plan: Plan, params: Any, batch: Any, equal: Equal, v
             plan.check_tree(v, whole=False, what="v")
         return own_storage(trained), frozen
 
+    if plan.mesh.size > 1 and plan.mesh.transport is None:
+        checked()  # outside of run, where ranks cannot meet, an error says how trees of whole tensors are given
     found: tuple[Flat, Flat] = ranks.all_ranks("the call", checked, ranks.facts(equal))
     return found
 

@@ -16,15 +16,20 @@ from torch.func import jvp as forward
 
 from fshard import tree
 from fshard.arguments import expect
+from fshard.collectives.scope import cutting
 from fshard.errors import PlanError
 from fshard.model.missing import explained
 from fshard.model.random import fold_in
 from fshard.runtime.comm import collective_call, telling
+from fshard.runtime.steps.batch_rows import BatchRows
 from fshard.sharding.plan import Plan
+from fshard.state.equal import Equal
 from fshard.transform import tree_vectors
-from fshard.transform.linearized import LinearMap, keeps, own_storage, plain_attention
+from fshard.transform.gather import gather_some
+from fshard.transform.linearized import LinearMap, keeps, met, own_storage, plain_attention
+from fshard.transform.meeting import meeting
 from fshard.transform.product_modes import Flat, ProductModes, direction_of
-from fshard.transform.sharded_loss import LossFn, ShardedLoss, check_loss, sharded_loss
+from fshard.transform.sharded_loss import GatheredLoss, LossFn, ShardedLoss, check_loss, sharded_loss
 from fshard.transform.tree_vectors import split_trainable, zero_filled
 
 
@@ -100,14 +105,35 @@ class HessianProduct:
             TreeError, BatchError, LossError: arguments or results that do not fit, alike on all ranks.
             PeerError: the loss function raised on another rank.
         """
+        if not self.reshard:
+            return self._kept(params, v, batch)
         trained, rest, direction = _split(self.plan, params, v)
-        gradient = grad(functools.partial(self._of, rest, batch))
+        return zero_filled(self.plan, self._moved(self.loss, trained, direction, rest, batch), rest)
+
+    def _kept(self, params: Any, v: Any, batch: Any) -> dict[str, Any]:
+        """The product of gathered leaves: of the two gradients that it makes, only its own is added up over ranks."""
+        plan, ranks = self.plan, meeting(self.plan.mesh, batch, BatchRows())
+        trained, rest = met(ranks, plan, params, batch, Equal(plan, {"tool": "hvp"}), v)
+        loss = GatheredLoss(self.loss.loss_fn, plan, False, False, False)
+        with cutting(plan.mesh):
+            found: Any = vjp(lambda p: gather_some(plan, p, True), trained)
+            along = gather_some(plan, direction_of(plan, trained, v), True)
+            moved = self._moved(loss, own_storage(found[0]), along, gather_some(plan, rest, False), batch)
+            return zero_filled(plan, found[1](moved)[0], rest)
+
+    def _moved(self, loss: ShardedLoss, at: Flat, along: Flat, rest: Flat, batch: Any) -> Flat:
+        """The derivative of the gradient by some leaves, along a direction of these."""
+
+        def of(some: Flat) -> Tensor:
+            value: Tensor = loss(tree.nest({**rest, **some}), batch)
+            return value
+
+        gradient = grad(of)
         with plain_attention():
-            moved: Flat = self.modes.run(
-                lambda: forward(gradient, (trained,), (direction,))[1],
-                lambda: vjp(gradient, trained)[1](direction)[0],
+            found: Flat = self.modes.run(
+                lambda: forward(gradient, (at,), (along,))[1], lambda: vjp(gradient, at)[1](along)[0]
             )
-        return zero_filled(self.plan, moved, rest)
+        return found
 
     @collective_call
     def linearize(self, params: Any, batch: Any) -> LinearMap:

@@ -209,6 +209,21 @@ def sharded_loss(
     return ShardedLoss(loss_fn, plan, has_aux, reshard, debug)
 
 
+class GatheredLoss(ShardedLoss):
+    """The same loss as a function of compute leaves that each rank has gathered, whose gradient is not added up."""
+
+    def _checked(self, params: Any, batch: Any) -> dict[str, Tensor]:
+        check_device(batch, self.plan.mesh.device)
+        return dict(tree.paths(params))
+
+    def _params(
+        self, flat: dict[str, Tensor], ranks: LossMeeting, versions: Versions
+    ) -> AbstractContextManager[dict[str, Any]]:
+        for path, leaf in flat.items():
+            versions.add(f"params {path}", leaf)
+        return nullcontext(tree.nest({path: flat[path] for path in self.plan.leaves}))
+
+
 def _written(what: list[str]) -> UnitError:
     remedy = "A loss is a pure function: compute new values (x = x + y, not x += y)."
     return UnitError(lines("the loss function wrote in place to its arguments:", what, remedy))
