@@ -1,4 +1,4 @@
-"""Gradients of single samples that are never held: of a layer's weight, from its inputs and the gradients of its outputs.
+"""Norms and sums of gradients of single samples that are never held, from what layers read and what reaches them.
 
 The gradient of a sample by the weight of a linear layer is ``G.T @ X``, for the inputs ``X`` and the gradients of the
 outputs ``G`` at the sample's positions. Its squared norm is ``((G @ G.T) * (X @ X.T)).sum()`` (Goodfellow, "Efficient
@@ -6,7 +6,8 @@ per-example gradient computations", 2015; Li et al., "Large language models can 
 learners", 2022), and a weighted sum over samples is one product of matrices.
 
 A first row tells which weights are read by such layers alone: those that no gradient reaches when these layers read
-them detached. So a use that this file does not know of is never missed.
+them detached. So a use that this file does not know of is never missed. The gradient of that row is then computed in
+both ways, and layers are left to the general one unless both agree.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -20,6 +21,7 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from fshard.model.remat_function import exact
+from fshard.torch_internals import functorch
 
 Flat = dict[str, Tensor]
 Row = Callable[[Mapping[str, Tensor], list[Tensor]], Tensor]
@@ -49,14 +51,15 @@ class CaughtLayers(TorchFunctionMode):
     def __init__(self, weights: Mapping[str, Tensor], probes: Sequence[Tensor] | None = None) -> None:
         super().__init__()
         self._paths = {id(weight): path for path, weight in weights.items()}
-        self._probes = probes
+        self._probes, self._depth = probes, _depth()
         self.calls: list[LayerCall] = []
         self.inputs: list[Tensor] = []
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         found = _linear if func is functional.linear else _embedding if func is functional.embedding else None
-        caught = None if found is None else found(*args, **kwargs)
+        # Inside of a derivative that the loss takes itself, the output's gradient does not tell all of the weight's.
+        caught = None if found is None or _depth() != self._depth else found(*args, **kwargs)
         path = None if caught is None else self._paths.get(id(caught[1]))
         if caught is None or path is None:
             return func(*args, **kwargs)
@@ -69,6 +72,11 @@ class CaughtLayers(TorchFunctionMode):
         if self._probes is None:
             return out
         return out + self._probes[len(self.calls) - 1]
+
+
+def _depth() -> int:
+    """The number of transforms of torch.func around."""
+    return len(functorch.get_interpreter_stack() or ())
 
 
 Caught = tuple[Tensor, Tensor, int | None, Callable[[Tensor], Tensor]]
@@ -94,7 +102,26 @@ def _embedding(
     return input, weight, padding, lambda w: functional.embedding(input, w, padding_idx)
 
 
-def layers_of(loss: Row, leaves: Flat, paths: Sequence[str], row: list[Tensor]) -> list[LayerCall]:
+def proved_layers(loss: Row, leaves: Flat, paths: Sequence[str], rows: list[Tensor]) -> list[LayerCall]:
+    """The calls of layers whose weights nothing else reads, when the first row's gradient is the general one's."""
+    first = [x[:1] for x in rows]
+    calls = _layers_of(loss, leaves, paths, [x[0] for x in rows])
+    found = sample_gradients(loss, leaves, paths, first, calls) if calls else None
+    if found is None:
+        return []
+    some = list(dict.fromkeys(call.path for call in calls))
+    general = sample_gradients(loss, leaves, some, first, ())
+    one = torch.ones(1, device=leaves[some[0]].device)
+    ours = found.summed(leaves, one)
+    for path in some if general is not None else ():
+        meant = general.held[path][0]  # type: ignore[union-attr]
+        bound = torch.finfo(meant.dtype).eps ** 0.5 * meant.norm()
+        if not bool((ours[path] - meant).norm() <= bound):
+            return []
+    return calls
+
+
+def _layers_of(loss: Row, leaves: Flat, paths: Sequence[str], row: list[Tensor]) -> list[LayerCall]:
     """The calls of layers whose weights nothing else reads, found by one row.
 
     Empty if the row cannot tell: then gradients of samples are computed as for any function.
@@ -106,10 +133,11 @@ def layers_of(loss: Row, leaves: Flat, paths: Sequence[str], row: list[Tensor]) 
             stack.enter_context(exact())
             mode = stack.enter_context(CaughtLayers(matrices))
             value = loss(own, row)
-        reached = torch.autograd.grad(value, list(matrices.values()), allow_unused=True) if value.requires_grad else ()
+        every = [*matrices.values()]
+        reached = torch.autograd.grad(value, every, allow_unused=True) if value.requires_grad else [None] * len(every)
     except (RuntimeError, TypeError, ValueError):  # the general path raises it, or can do without
         return []
-    alone = {path for path, slope in zip(matrices, reached, strict=False) if slope is None}
+    alone = {path for path, slope in zip(matrices, reached, strict=True) if slope is None}
     kinds = {(call.path, call.kind) for call in mode.calls}
     several = {path for path, _ in kinds if len([1 for other, _ in kinds if other == path]) > 1}
     return [call for call in mode.calls if call.path in alone - several]

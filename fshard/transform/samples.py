@@ -24,7 +24,7 @@ from fshard.sharding.plan import Plan
 from fshard.sharding.spec import axes_of
 from fshard.state.equal import Equal
 from fshard.transform.gather import gather_all, gather_some
-from fshard.transform.ghost_norms import LayerCall, Row, SampleGradients, layers_of, sample_gradients
+from fshard.transform.ghost_norms import LayerCall, Row, SampleGradients, proved_layers, sample_gradients
 from fshard.transform.meeting import LossMeeting, meeting
 from fshard.transform.sharded_loss import LossFn, check_loss
 from fshard.transform.tree_vectors import split_trainable, zero_filled
@@ -77,10 +77,10 @@ def clipped_grad(
     """The sum over the global batch of the samples' gradients, each clipped to a norm:
     ``clipped_grad(loss_fn, plan, clip_norm)(params, batch) -> (sum, norms)``.
 
-    DP-SGD adds its noise to this sum (Abadi et al., "Deep Learning with Differential Privacy", 2016). Weights that are
-    read by ``F.linear`` or ``F.embedding`` alone, as by their modules, have no gradients of single samples: norms and sum
-    are found from the inputs of these layers and the gradients of their outputs. Other leaves, such as those of norms and
-    convolutions, biases, and tied embeddings, have them for the rows of a microbatch.
+    DP-SGD adds its noise to this sum (Abadi et al., "Deep Learning with Differential Privacy", 2016). No gradients of
+    single samples are held of weights that ``F.linear`` or ``F.embedding`` alone read, as their modules do: norms and
+    sum come from the inputs of these layers and the gradients of their outputs. Of other leaves, such as biases, norms,
+    convolutions and tied embeddings, they are held for the rows of a microbatch.
 
     Args:
         loss_fn: as for ``per_sample_grad``.
@@ -146,9 +146,8 @@ class ClippedGradient:
         leaves, paths = {**fixed, **whole}, list(whole)
         total = {path: torch.zeros_like(leaf) for path, leaf in whole.items()}
         dtype = functools.reduce(torch.promote_types, [leaf.dtype for leaf in whole.values()], torch.float32)
-        norms = []
-        for rows in zip(*[x.split(self.microbatch or len(x)) for x in tensors], strict=True):
-            calls = self._layers(loss, leaves, paths, tensors)
+        norms, calls = list[Tensor](), self._layers(loss, leaves, paths, tensors)
+        for rows in zip(*[torch.split(x, self.microbatch or len(x)) for x in tensors], strict=True):
             grads = sample_gradients(loss, leaves, paths, list(rows), calls)
             if grads is None:  # rows that call other layers than the first one did
                 grads = SampleGradients(_each(loss, leaves, paths, list(rows)))
@@ -162,7 +161,7 @@ class ClippedGradient:
         """The layers of rows of these shapes, found once."""
         key = tuple((x.shape[1:], x.dtype) for x in tensors)
         if key not in self.known:
-            self.known[key] = layers_of(loss, leaves, paths, [x[0] for x in tensors])
+            self.known[key] = proved_layers(loss, leaves, paths, tensors)
         return self.known[key]
 
 

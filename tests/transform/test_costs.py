@@ -49,14 +49,14 @@ def calls_of(
         fs.func.hvp(loss, plan, reshard=reshard),
         fs.func.gnvp(predict, lambda out, batch: out.square().mean(), plan),
     )
-    made: list[Any] = []
+    trace, made = fs.func.hessian_trace_samples(loss, plan, PRODUCTS, reshard=reshard), list[Any]()
     return {
         "gradient": lambda: torch.func.grad(f)(params, x),
         "jvp": lambda: fs.func.jvp(loss, plan, reshard=reshard)(params, v, x),
         "hvp": lambda: hvp(params, v, x),
         "hvp.linearize": lambda: made.append(hvp.linearize(params, x)),
         "hvp.linearize, product": lambda: made[-1](v),
-        "trace": lambda: fs.func.hessian_trace_samples(loss, plan, PRODUCTS, reshard=reshard)(params, x, fs.random.key(0)),
+        "trace": lambda: trace(params, x, fs.random.key(0)),
         "linearize": lambda: made.append(fs.func.linearize(predict, plan, reshard=reshard)(params, x)),
         "linearize, first product": lambda: made[-1](v),
         "linearize, product": lambda: made[-1](v),
