@@ -61,6 +61,15 @@ class ConjugateGradients(Solving):
     damping: float = 0.0
     callback: Report = None
 
+    def begun(
+        self, b: Any, x0: Any, resume: Solution | None, tolerance: tuple[float, float], settings: dict[str, Any]
+    ) -> "Iterate":
+        """The iterate that the first iteration begins from."""
+        right, zeros, given = self.begin(lambda: self.start(b, x0), settings)
+        if resume is not None:
+            return self.all_ranks("the start", lambda: self.again(resume, right, tolerance))
+        return self.all_ranks("the start", lambda: self.first(right, zeros, given, tolerance))
+
     def start(self, b: Any, x0: Any) -> tuple[Vector, Vector, Vector | None]:
         """The right side, and the start as given, checked before anything is sent."""
         given = self.vector(b, "b")
@@ -208,7 +217,7 @@ def cg(
     """The solution of ``(A + damping * I) x = b`` by conjugate gradients (Hestenes and Stiefel, 1952). Collective.
 
     Every rank makes the same decisions, from inner products of whole tensors. An iteration takes one product, and two
-    exchanges of a few numbers; vectors take the memory of five trees of shards.
+    exchanges of a few numbers; vectors take the memory of up to nine trees of shards.
 
     Args:
         matvec: ``matvec(v)``, the product of a symmetric positive definite matrix with a tree of shards, such as
@@ -260,11 +269,7 @@ def cg(
     numbers = None if resume is None else (resume.square, resume.history)
     settings: dict[str, Any] = {name: given for name, (given, _) in limits.items()}
     settings |= {"preconditioned": preconditioner is not None, "callback": callback is not None, "resumed": numbers}
-    right, zeros, begin = solver.begin(lambda: solver.start(b, x0), settings)
-    if resume is None:
-        at = solver.all_ranks("the start", lambda: solver.first(right, zeros, begin, (rtol, atol)))
-    else:
-        at = solver.all_ranks("the start", lambda: solver.again(resume, right, (rtol, atol)))
+    at = solver.begun(b, x0, resume, (rtol, atol), settings)
     while not at.done and at.number < maxiter:
         at = solver.all_ranks(f"iteration {at.number + 1}, residual {at.history[-1]!r}", lambda: solver.step(at))  # noqa: B023
     return at.solution()

@@ -187,7 +187,7 @@ def lanczos(
     """Estimates of eigenvalues of a symmetric matrix by Lanczos' method (Lanczos, 1950). Collective.
 
     The largest and the smallest eigenvalues come first. The basis is made orthogonal at each step, so no eigenvalue is
-    found twice; it takes the memory of ``steps + 1`` trees of shards. A step takes one product, and three exchanges of
+    found twice; it takes the memory of ``steps + 4`` trees of shards. A step takes one product, and three exchanges of
     a few numbers. All ranks make the same decisions.
 
     Args:

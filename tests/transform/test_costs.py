@@ -1,4 +1,4 @@
-"""The collectives of each tool, counted, by the formulas of docs/transforms.md."""
+"""The collectives of each tool, counted, are those of the table in docs/transforms.md."""
 
 import threading
 from collections import Counter
