@@ -25,7 +25,8 @@ SHARDED = ("fshard hosts", "fshard hosts secondary")
 ACROSS = 1.02
 """Of the fewest bytes between hosts: gathers of the forward, and reductions."""
 PEERS = ("fsdp2 hsdp", "fshard hsdp", "fshard hsdp parted")
-TARGET = 0.6
+TARGETS = {"1gbit": 0.6}
+"""By rate; at 200 Mbit/s the bytes alone take 0.66 of FSDP2's step."""
 RANKS, TOGETHER = 4, 2
 PICTURES = RESULTS.parent.parent / "docs" / "pictures"
 
@@ -77,7 +78,7 @@ def case(report: Report, rate: str, found: dict[str, Any]) -> None:
     for name in samples:
         if name != "fsdp2 hsdp" and "fsdp2 hsdp" in samples:
             pair = samples[name]["wall"], samples["fsdp2 hsdp"]["wall"]
-            report.rows.append(ratio(f"{title}: {name} / fsdp2 hsdp", "wall", *pair, TARGET))
+            report.rows.append(ratio(f"{title}: {name} / fsdp2 hsdp", "wall", *pair, TARGETS.get(rate)))
     run = run_of(found["watched"][0])
     if "fsdp2 hsdp" in samples:
         alone = [link_seconds(run, rate)] * len(samples["fsdp2 hsdp"]["wall"])

@@ -1,4 +1,4 @@
-"""Write the tables of ``results/*.json`` into this folder's README.md, between its two markers."""
+"""Write the tables of ``results/*.json`` to ``results/README.md``."""
 
 import argparse
 import json
@@ -7,9 +7,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from common import HERE, RESULTS, Row, cells_of
+from common import RESULTS, Row, cells_of
 
-BEGIN, END = "<!-- results: made by report.py -->", "<!-- end of results -->"
+HEAD = """# All results
+
+The tables behind [the claims](../README.md), which also says how to read a number. `report.py` made this page of the
+JSON beside it.
+"""
 ORDER = (
     "host_overhead",
     "step_time",
@@ -71,13 +75,12 @@ def summary(contents: Sequence[dict[str, Any]]) -> list[str]:
     return [*lines, ""]
 
 
-def page(text: str, found: Mapping[str, dict[str, Any]]) -> str:
-    """The README with what was found between its markers."""
-    lines = summary([found[name] for name in ORDER if name in found])
+def page(found: Mapping[str, dict[str, Any]]) -> str:
+    """The page of what was found."""
+    lines = [HEAD, *summary([found[name] for name in ORDER if name in found])]
     for name in ORDER:
         lines += section(found[name]) if name in found else [f"### {name}.py", "", "Not measured yet.", ""]
-    before, rest = text.split(BEGIN)
-    return before + "\n".join([BEGIN, "", *lines]) + END + rest.split(END)[1]
+    return "\n".join(lines)
 
 
 def main() -> int:
@@ -86,8 +89,7 @@ def main() -> int:
     cli.add_argument("--results", type=Path, default=RESULTS, help="folder of the JSON")
     args = cli.parse_args()
     found = {path.stem: json.loads(path.read_text()) for path in args.results.glob("*.json") if path.stem in ORDER}
-    readme = HERE / "README.md"
-    readme.write_text(page(readme.read_text(), found))
+    (args.results / "README.md").write_text(page(found))
     return 0
 
 

@@ -45,7 +45,7 @@ CLAIMS = {
         ("fshard prefetch 3", "fsdp2", 0.65),
         ("fshard clip", "fsdp2 clip", 0.65),
         ("fshard no reshard", "fsdp2", 0.48),
-        ("fshard no reshard", "fsdp2 no reshard", 0.60),
+        ("fshard no reshard", "fsdp2 no reshard", None),  # its bytes alone take 0.60 to 0.63 of that
         ("fshard no reshard", "ddp", 0.95),
         ("fshard", "fsdp2 async", None),
         ("fshard bf16", "fshard", None),

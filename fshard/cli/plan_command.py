@@ -26,6 +26,10 @@ from fshard.foresight.page import write_page
 from fshard.foresight.remedies import Remedy, closing, largest, remedies
 from fshard.foresight.search import known_formats, search
 from fshard.foresight.search_table import SHOWN, Option, Search
+from fshard.foresight.staged_foresight import StagedForesight, foresee_stages
+from fshard.foresight.staged_tables import order_of, staged_json, staged_sections
+from fshard.pipeline.pipeline_step import PipelineStep
+from fshard.pipeline.stages import Stages
 from fshard.schedule.costs import read_costs
 from fshard.schedule.machines import COMMUNICATOR, DEVICES, LINKS
 from fshard.sharding.mesh import Mesh, abstract_mesh
@@ -40,6 +44,12 @@ WRITE = "write a FILE.py:make that gives its batch, or its loss"
 MOST_RANKS = 1 << 20
 """Ranks that a mesh may have: what each of them holds is counted."""
 
+STAGE = "stage"
+"""The mesh axis that holds stages where a job does not say so."""
+
+FILLED = 4
+"""Microbatches for each stage where none are given: ranks are idle for less than a fifth of the time."""
+
 HF_ONLY = ("rows", "length", "accumulate", "remat")
 """Options of models that are made from a config."""
 
@@ -52,7 +62,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(run=run)
     parser.add_argument("job", nargs="?", help="FILE.py:FUNCTION, which returns a dict, or a train step and a batch")
     parser.add_argument("--hf", metavar="CONFIG", help="a config.json of Hugging Face, or its folder")
-    parser.add_argument("--mesh", default="8", help="ranks along each axis, as 1024, 64x8 or replica=4,data=8")
+    parser.add_argument(
+        "--mesh", default="8", help="ranks along each axis, as 1024, 64x8, replica=4,data=8 or stage=4,data=8"
+    )
     add_hardware(parser)
     parser.add_argument("--rows", type=int, help="with --hf: rows of a rank's microbatch (default: 1)")
     parser.add_argument(
@@ -60,7 +72,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     words = "dtype of products; by default bf16 with --hf, and that of the plan's compute with FILE.py"
     parser.add_argument("--precision", choices=("bf16", "fp32"), help=words)
-    parser.add_argument("--accumulate", type=int, help="with --hf: microbatches of a step (default: 1)")
+    parser.add_argument("--accumulate", type=int, help="with --hf: microbatches of a step (default: 1, or 4 a stage)")
     parser.add_argument("--remat", choices=("none", "all"), help="with --hf: compute units again (default: none)")
     parser.add_argument("--search", action="store_true", help="try all shapes of as many ranks as --mesh has")
     words = f"with --search: formats to try too, as int8, or replica=int4 for one axis: {', '.join(NAMES)}"
@@ -106,9 +118,12 @@ def run(args: argparse.Namespace) -> int:
         job: Any = _hf(args) if args.hf else read_job(args.job, mesh)
         made, remedy = (job.words, WRITE) if args.hf else (args.job, "")
         with named(made, remedy):
+            staged = staged_job(args, job, mesh)
             searched = _search(args, job, mesh, machines, wires, progress) if args.search else None
             if searched is not None:
                 job, mesh = _on_best(args, job, searched.best), searched.best.mesh
+            if staged is not None:
+                return _show_stages(args, foresee_stages(staged, mesh, machines, progress))
             seen, found = foreseen(job, mesh, machines, searched, progress)
         if args.html:
             progress("pictures", 0.97)
@@ -120,6 +135,41 @@ def run(args: argparse.Namespace) -> int:
             _table(f"Meshes of {mesh.size:,} ranks, the best first", searched.head, [*searched.table()][:SHOWN])
             print("\n".join(f"{shape}: {why}" for shape, why in searched.refused.items()))
         show(seen, found)
+    return 0 if seen.fits else 1
+
+
+def staged_job(args: argparse.Namespace, job: Any, mesh: Mesh) -> Job | None:
+    """The job with the stages that it has, or that an axis named ``stage`` gives it; None without stages.
+
+    Raises:
+        PlanError: a job that is a step already, or an option that stages do not have.
+    """
+    if not isinstance(job, Job):
+        if isinstance(job[0], PipelineStep):
+            raise PlanError(
+                f"{args.job} returns a train step with stages, whose order is chosen already: return a dict of model, "
+                f"loss and batch, with 'stages': fs.Stages(...), or ask step.trace(batch).schedules"
+            )
+        return None
+    if job.stages is None and STAGE not in mesh.axis_names:
+        return None
+    given = [f"--{name}" for name in ("search", "html") if getattr(args, name)]
+    if given:
+        raise PlanError(f"{', '.join(given)}: not for meshes with stages: leave it out, or the axis of the stages")
+    return job if job.stages is not None else replace(job, stages=Stages(STAGE))
+
+
+def _show_stages(args: argparse.Namespace, seen: StagedForesight) -> int:
+    """Print a forecast of stages."""
+    if args.json:
+        print(json.dumps(staged_json(seen), indent=1))
+    else:
+        for title, head, rows in staged_sections(seen):
+            _table(title, head, rows)
+        if not seen.fits:
+            limit, least = size_text(seen.hardware.memory or 0), size_text(max(seen.chosen.held))
+            print(f"no order fits into {limit}: the least is {least}, {order_of(seen.chosen)}")
+            print("what holds less: more stages, more ranks on the other axes, --remat all, fewer --rows")
     return 0 if seen.fits else 1
 
 
@@ -161,7 +211,9 @@ def _on_best(args: argparse.Namespace, job: Any, best: Option) -> Any:
 
 def _hf(args: argparse.Namespace) -> Job:
     remat = None if args.remat == "none" else args.remat
-    rows, accumulate = [1 if given is None else given for given in (args.rows, args.accumulate)]
+    staged = read_mesh(args.mesh).shape.get(STAGE, 0)
+    rows = 1 if args.rows is None else args.rows
+    accumulate = (FILLED * staged or 1) if args.accumulate is None else args.accumulate
     return hugging_face(args.hf, rows, args.length, args.precision or "bf16", remat, accumulate)
 
 

@@ -1,6 +1,7 @@
 """The hardware of a step: devices and links by names, and measured costs where there are some."""
 
 import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from fshard.arguments import expect, size_text
@@ -9,10 +10,12 @@ from fshard.foresight.host_memory import frozen_seconds, host_copies, update_sec
 from fshard.foresight.packing_time import packing_seconds
 from fshard.schedule.auto import Candidate
 from fshard.schedule.candidates import PolicyTask
-from fshard.schedule.costs import Costs
+from fshard.schedule.costs import Costs, Link
+from fshard.schedule.footprint import Need
 from fshard.schedule.infos import between, communicators
 from fshard.schedule.machines import COMMUNICATOR, Cluster, Speed, foreseen_costs, named_device, named_link, speed
 from fshard.schedule.ops import ROOT
+from fshard.schedule.step_program import StepProgram
 from fshard.schedule.transfers import moves
 from fshard.sharding.kinds import Kinds
 from fshard.sharding.mesh import Axes
@@ -85,21 +88,39 @@ class Hardware:
         Raises:
             PlanError: the costs are those of another program.
         """
-        speed, stages = self.speed_for(plan), task.stages
-        links, packing = self.cluster.links(plan.mesh), packing_seconds(plan, stages, speed)
-        copies = host_copies(plan, stages, speed)
         if self.costs is None:
-            units = foreseen_costs(stages, task.needs, speed, links)
-            updated = {plan.groups[number].name for number in stages.updates if number < len(plan.groups)}
-            for group in [group for group in plan.groups if group.name in updated & task.updates.keys()]:
-                seconds = update_seconds(group, task.updates[group.name], speed, self.host)
-                packing["update", group.name] = packing.get(("update", group.name), 0.0) + seconds
-            around = frozen_seconds(plan, stages, speed, self.host)
-            return replace(units, seconds={**units.seconds, **packing}, copies=copies, host=around)
+            return self.of_program(task.stages, task.needs, task.updates, plan, self.cluster.links(plan.mesh))
         check_costs(self.costs, task, self.costs_of)
-        moved = {op: seconds for op, seconds in packing.items() if moves(op[0])}  # its updates were measured
-        copies |= self.costs.copies
-        return self.costs.over(Costs(moved, links=links, copies=copies))
+        stages, speed = task.stages, self.speed_for(plan)
+        moved = {op: each for op, each in packing_seconds(plan, stages, speed).items() if moves(op[0])}
+        copies = {**host_copies(plan, stages, speed), **self.costs.copies}  # its updates were measured
+        return self.costs.over(Costs(moved, links=self.cluster.links(plan.mesh), copies=copies))
+
+    def of_program(
+        self,
+        program: StepProgram,
+        needs: Sequence[Need],
+        updates: Mapping[str, Need],
+        plan: Plan,
+        links: Mapping[str, Link],
+    ) -> Costs:
+        """Return what the ops of a program cost, where nothing was measured.
+
+        Args:
+            program: of the ranks of the plan.
+            needs: those of its compute ops.
+            updates: what the update of each group on the device needs, by the group's name.
+            plan: what these ranks hold.
+            links: between them, and to others, by mesh axes.
+        """
+        speed = self.speed_for(plan)
+        units, seconds = foreseen_costs(program, needs, speed, links), packing_seconds(plan, program, speed)
+        updated = {plan.groups[number].name for number in program.updates if number < len(plan.groups)}
+        for group in [group for group in plan.groups if group.name in updated & updates.keys()]:
+            took = update_seconds(group, updates[group.name], speed, self.host)
+            seconds["update", group.name] = seconds.get(("update", group.name), 0.0) + took
+        around, copies = frozen_seconds(plan, program, speed, self.host), host_copies(plan, program, speed)
+        return replace(units, seconds={**units.seconds, **seconds}, copies=copies, host=around)
 
     def held(self, plan: Plan, tried: Candidate, task: PolicyTask) -> int:
         """Bytes that a policy holds beside the state, communicators included."""

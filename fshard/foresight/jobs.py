@@ -17,6 +17,7 @@ from fshard.arguments import described
 from fshard.errors import PlanError
 from fshard.foresight.blame import named
 from fshard.optim.adamw import adamw
+from fshard.pipeline.stages import Stages
 from fshard.runtime.execution.trace_program import on_device
 from fshard.sharding.mesh import Axes, Mesh, abstract_mesh
 from fshard.sharding.plan import Plan, make_plan
@@ -30,7 +31,7 @@ GPU = "cuda"
 """The device of plans that are foreseen."""
 
 NEEDED = ("model", "loss", "batch")
-KNOWN = (*NEEDED, "rules", "units", "optimizer", "batch_spec", "precision", "accumulate", "remat", "wire")
+KNOWN = (*NEEDED, "rules", "units", "optimizer", "batch_spec", "precision", "accumulate", "remat", "wire", "stages")
 
 
 @dataclass(frozen=True)
@@ -49,6 +50,7 @@ class Job:
         accumulate: microbatches.
         remat: as for ``fs.make_train_step``.
         wire: as for ``fs.make_plan``.
+        stages: as for ``fs.make_plan``.
         words: what the model and the batch are, where the user did not write them.
     """
 
@@ -63,6 +65,7 @@ class Job:
     accumulate: int = 1
     remat: Any = None
     wire: Wire | None = None
+    stages: Stages | None = None
     words: str = ""
 
     def step(self, mesh: Mesh, **options: Any) -> tuple[TrainStep, Any]:
@@ -80,12 +83,16 @@ class Job:
             PlanError: no rule can use the mesh, or anything else that ``fs.make_plan`` refuses.
         """
         mesh = abstract_mesh(mesh.sizes, mesh.axis_names, rank=mesh.rank, device=GPU)
-        axes, cut = mesh.axis_names, _cut(mesh)
+        staged = self.stages.axis if self.stages is not None else ""
+        axes, cut = tuple(axis for axis in mesh.axis_names if axis != staged), _cut(mesh, staged)
+        if not axes:
+            raise PlanError(f"--mesh {staged}={mesh.size} has no axis but that of the stages: add one, as data=1")
         rules = self.rules or [Rule(".*", fsdp(cut if len(cut) > 1 else cut[0]))]
         spec = self.batch_spec or P(axes if len(axes) > 1 else axes[0])
         nested = self.model.items() if isinstance(self.model, Mapping) else ()
         units = self.units or tuple(name for name, below in nested if isinstance(below, Mapping))
-        return make_plan(self.model, mesh, rules, batch=spec, precision=self.precision, units=units, wire=self.wire)
+        given = {"precision": self.precision, "units": units, "wire": self.wire, "stages": self.stages}
+        return make_plan(self.model, mesh, rules, batch=spec, **given)
 
     def step_of(self, plan: Plan, **options: Any) -> tuple[TrainStep, Any]:
         """The step of a plan, and a rank's batch. It is for the CPU, where batches and buffers of modules are."""
@@ -187,9 +194,10 @@ def _job(where: str, made: Mapping[str, Any]) -> Job:
     return Job(**made)
 
 
-def _cut(mesh: Mesh) -> Axes:
-    """The axes over which leaves are sharded where a job has no rules."""
-    return tuple(axis for axis in mesh.axis_names if axis != "replica") or mesh.axis_names
+def _cut(mesh: Mesh, staged: str = "") -> Axes:
+    """The axes over which leaves are sharded where a job has no rules: not that of stages."""
+    axes = tuple(axis for axis in mesh.axis_names if axis != staged)
+    return tuple(axis for axis in axes if axis != "replica") or axes
 
 
 def _real(x: Any, device: str = "cpu") -> Any:

@@ -15,7 +15,7 @@ from fshard.pipeline.orders import PipelineOrder
 from fshard.pipeline.pipeline_trace import PipelineSchedules, PipelineTrace
 from fshard.pipeline.rank_program import Lane, RankProgram
 from fshard.pipeline.stage_engine import StageEngine
-from fshard.pipeline.stage_needs import stage_needs
+from fshard.pipeline.stage_needs import StageNeeds, stage_needs
 from fshard.pipeline.stage_sums import StageSums, role_of, shared_by
 from fshard.pipeline.staged_passes import StagedPasses
 from fshard.pipeline.staged_trace import StagedProgram, trace_stages
@@ -102,6 +102,7 @@ class PipelineRunner(Runner):
         self.plans: dict[Hashable, PlannedStep] = {}
         self.staged: dict[Hashable, StagedStep] = {}
         self.latest_step: StagedStep | None = None
+        self._needs: dict[int, StageNeeds] = {}  # of ``plans``, which stay
 
     def _prepare(self, given: StepRequest) -> Ready:
         programs, batch, facts = self.programs, given.batch, Facts()
@@ -111,7 +112,7 @@ class PipelineRunner(Runner):
             check_device(batch, self.plan.mesh.device)
             if programs.train:
                 check_detached(batch)
-            parts = self._parts(batch)
+            parts = self.cut_batch(batch)
             step = self.latest_step = self.look(parts[0])
             if step.staged.trace.weighted and self.in_backward:
                 raise weighted_in_backward()
@@ -126,7 +127,7 @@ class PipelineRunner(Runner):
             decline(programs.comms.control, self.call, batch, error)
         return Ready(given, prepared, executor, parts, facts)
 
-    def _parts(self, batch: Any) -> list[Any]:
+    def cut_batch(self, batch: Any) -> list[Any]:
         """The microbatches, which have one shape."""
         parts = microbatches(batch, self.programs.accumulate, self.plan.batch)
         for number, part in enumerate(parts):
@@ -148,12 +149,12 @@ class PipelineRunner(Runner):
             PlanError: as ``trace_stages``.
             BatchError: the batch cannot be cut into equal microbatches.
         """
-        programs, part = self.programs, self._parts(batch)[0]
+        programs, part = self.programs, self.cut_batch(batch)[0]
         planned = self.planned(part)
-        staged, rank, trace = planned.staged, planned.ranks[self.position], planned.staged.trace
+        trace = planned.staged.trace
         if programs.train and not trace.weighted:
             check_even(batch, programs.accumulate)
-        found = stage_needs(self.finder.fn, staged, rank, self.plan, part, programs.train, programs.remat)
+        found = self.needs(planned, part)
         idle = None if trace.idle is None else tuple([path for path in trace.idle if path in self.plan.leaves])
         return PipelineTrace(
             planned.schedules.ranks[self.position],
@@ -164,6 +165,23 @@ class PipelineRunner(Runner):
             flops=found.flops,
             schedules=planned.schedules,
         )
+
+    def needs(self, planned: PlannedStep, part: Any) -> StageNeeds:
+        """Run the stages of this rank on fake tensors, once for each program."""
+        if id(planned) not in self._needs:
+            programs, rank = self.programs, planned.ranks[self.position]
+            given = self.finder.fn, planned.staged, rank, self.plan, part, programs.train, programs.remat
+            self._needs[id(planned)] = stage_needs(*given)
+        return self._needs[id(planned)]
+
+    def flops(self, batch: Any) -> int | None:
+        """Floating-point operations of the model in a run on this batch, of the stages of this rank."""
+        if self.latest_step is None:
+            return None
+        planned = self.latest_step.planned
+        if id(planned) not in self._needs:
+            self.needs(planned, self.cut_batch(batch)[0])
+        return self._needs[id(planned)].flops * self.programs.accumulate
 
     def _communicators(self, planned: PlannedStep) -> tuple[tuple[str, Axes], ...]:
         """The communicators of this rank."""
@@ -195,15 +213,20 @@ class PipelineRunner(Runner):
         assert whole is not None and whole.stages is not None and isinstance(programs.policy, Policy)
         staged = trace_stages(self.finder.fn, whole, part, programs.train, programs.remat)
         order = self.order(programs.policy, programs.accumulate)
-        count = whole.mesh.axis_size(whole.stages.axis)
-        others = [whole.at_position(position, self.plan.mesh) for position in range(count)]
-        plans = [*others[: self.position], self.plan, *others[self.position + 1 :]]
-        known = [(plan, self.infos(plan)) for plan in plans]
-        ranks, schedules, lanes = joint_schedules(staged, known, order, programs.policy, programs.train)
+        ranks, schedules, lanes = joint_schedules(staged, self.positions(), order, programs.policy, programs.train)
         if not programs.train:
             forwards = [tuple([action for action in lane if action.kind == "F"]) for lane in order.ranks]
             order = replace(order, ranks=tuple(forwards))
         return PlannedStep(staged, tuple(ranks), PipelineSchedules(order, tuple(schedules)), tuple(lanes))
+
+    def positions(self) -> list[tuple[Plan, tuple[GroupInfo, ...]]]:
+        """By position the plan of what its ranks hold, and what schedules know of its groups."""
+        whole = self.plan.whole
+        assert whole is not None and whole.stages is not None
+        count = whole.mesh.axis_size(whole.stages.axis)
+        others = [whole.at_position(position, self.plan.mesh) for position in range(count)]
+        plans = [*others[: self.position], self.plan, *others[self.position + 1 :]]
+        return [(plan, self.infos(plan)) for plan in plans]
 
     def _placed(self, planned: PlannedStep) -> StagedStep:
         """A program with its memory."""

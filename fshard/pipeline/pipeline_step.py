@@ -21,6 +21,7 @@ from fshard.pipeline.order_csv import parse_csv
 from fshard.pipeline.orders import PipelineOrder, parse
 from fshard.pipeline.pipeline_runner import PipelineRunner
 from fshard.pipeline.pipeline_trace import PipelineSchedules, PipelineTrace
+from fshard.pipeline.staged_task import StagedTask
 from fshard.runtime.engine.loss_result import Mean
 from fshard.runtime.engine.plain_values import is_float
 from fshard.runtime.execution.update_memory import state_needs
@@ -64,6 +65,15 @@ class PipelineStep(TrainStep):
             BatchError: a step would refuse the batch: its rows cannot be cut into equal microbatches.
         """
         return traced(self._staged, batch)
+
+    def task(self, batch: Any) -> StagedTask:
+        """Return what orders can be tried for, of batches like this one. Needs no processes.
+
+        Raises:
+            PlanError, BatchError: as ``trace``.
+        """
+        with bind(self._staged.plan.mesh, self._staged.plan.data_axes):
+            return StagedTask.of(self._staged, batch)
 
     @property
     def schedules(self) -> PipelineSchedules:

@@ -13,8 +13,7 @@ def depends_on_values() -> PlanError:
     """A program that no trace can follow."""
     return PlanError(
         "stages: the program depends on values of tensors (.item(), a mask, if loss > 1), and a pipeline must know its "
-        "units and what goes between ranks before it runs: compute that inside of a unit, or make the plan without "
-        "stages="
+        "units and what goes between ranks before it runs: choose by torch.where, or make the plan without stages="
     )
 
 

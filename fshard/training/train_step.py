@@ -199,7 +199,7 @@ class TrainStep(OneFunction):
         """Say how the step ran on this rank, which began it at this time."""
         runner, device = self._runner, self.plan.mesh.device
         latest = runner.latest
-        flops = runner.finder.flops(batch)
+        flops = runner.flops(batch)
         busy = [row[0] for row in outcome.verdict.told] if self.plan.mesh.together.size > 1 else []
         return RunReport(perf_counter() - begun, flops, device, latest.schedule, latest.record, latest.times, busy)
 

@@ -30,7 +30,7 @@ PHASES: dict[str, tuple[str, str, int]] = {
     "reduce": (ACTIONS, "_reduce", 1),
     "collect": (ACTIONS, "_reduced", 1),
     "update": ("runtime/execution/pending_update.py", "apply", 1),
-    "consensus": ("runtime/steps/consensus.py", "consensus", 1),
+    "consensus": ("runtime/steps/consensus.py", "exchange_row", 1),
     "save: it begins": ("checkpoint/checkpointer.py", "_check", 1),
     "save: write": ("checkpoint/write.py", "write_files", 1),
     "save: first fsync": ("", "fsync", 1),

@@ -277,7 +277,7 @@ STEP = {
     "reduce": ("runtime/execution/actions.py", "_reduce", 1),
     "collect": ("runtime/execution/actions.py", "_reduced", 1),
     "update": ("runtime/execution/pending_update.py", "apply", 1),
-    "consensus": ("runtime/steps/consensus.py", "consensus", 1),
+    "consensus": ("runtime/steps/consensus.py", "exchange_row", 1),
     "unshard": ("state/init.py", "unshard", 1),
     "save: it begins": ("checkpoint/checkpointer.py", "_check", 1),
     "save: write": ("checkpoint/write.py", "write_files", 1),

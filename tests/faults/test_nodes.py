@@ -37,7 +37,7 @@ class Job:
     """
 
     def __init__(self, folder: Path, **more: str) -> None:
-        self.folder, self.agents = folder, dict[str, subprocess.Popen[bytes]]()
+        self.folder, self.agents, self.lost = folder, dict[str, subprocess.Popen[bytes]](), 0
         own = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
         self.environment = {**os.environ, **own, **more}
         with socket.socket() as free:
@@ -66,6 +66,7 @@ class Job:
         for pid in everyone:
             os.kill(pid, signal.SIGKILL)
         self.agents[name].wait()
+        self.lost += 1
 
     def ranks(self, name: str) -> list[int]:
         """The processes that a node's agent has started."""
@@ -132,7 +133,10 @@ def as_one_rank(steps: int) -> dict[str, torch.Tensor]:
 
 
 def finish(job: Job, *names: str) -> Rows:
-    """Let the job end, and compare its last checkpoint with an undisturbed run. No step may be missing."""
+    """Let the job end, and compare its last checkpoint with an undisturbed run.
+
+    No step may be missing, but one for each lost node: ranks may have saved it, and be stopped before they say so.
+    """
     (job.folder / "enough").touch()
     for name in names:
         assert job.agents[name].wait(PATIENCE) == 0, job.texts()
@@ -140,7 +144,8 @@ def finish(job: Job, *names: str) -> Rows:
     rows = job.rows()
     with fs.Checkpointer(job.folder / "run") as checkpoints:
         state = checkpoints.restore(plan, opt)
-    assert {row["step"] for row in rows} == {*range(1, state.step + 1)}
+    told, made = {row["step"] for row in rows}, {*range(1, state.step + 1)}
+    assert told <= made and len(made - told) <= job.lost, made - told
     for path, want in as_one_rank(state.step).items():
         torch.testing.assert_close(dict(tree.paths(state.params))[path], want, rtol=1e-3, atol=1e-4)
     return rows

@@ -96,6 +96,8 @@ def run_steps() -> tuple[Any, ...]:
     model, _ = plan_on(mesh)
     state = fs.init_state(step.plan.whole, fs.optim.sgd(0.1), params=model.params)
     found = step.trace(batch(2))
+    state, metrics = step_on(mesh, "1f1b", 1, 2)(state, batch(2))  # a step that was not traced
+    assert metrics.ran.flops == 2 * found.flops
     step(state, batch(2))
     assert step.schedules == found.schedules and step.schedule == found.schedule and step.record == step.schedule.ops
     return step.measured.seconds > 0, found.schedules.hash

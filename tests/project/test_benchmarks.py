@@ -21,6 +21,7 @@ NAMES = (
     "model",
     "common",
     "report",
+    "claims",
     "turns",
     "peers",
     "jax_fsdp",
@@ -184,11 +185,25 @@ def test_the_page_counts_what_is_missed_and_says_what_was_not_measured(bench: An
     around = {"date": "", "commit": "", "changed": False, "torch": "", "python": "", "cores": 1, "processor": ""}
     content = {"name": "wire", "claim": "Claim.", "rows": rows, "notes": []}
     found = {"wire": {**content, "environment": {**around, "load": [0], "load_after": [0]}}}
-    text = bench.report.page(f"before\n{bench.report.BEGIN}\nold\n{bench.report.END}\nafter\n", found)
+    text = bench.report.page(found)
     assert "**1 of 3 targets are met.**" in text and "| `wire.py` | case 2 | wall | 2.500 | ≤ 1 | +150% |" in text
-    assert "### gpu.py\n\nNot measured yet." in text and "old" not in text
+    assert "### gpu.py\n\nNot measured yet." in text
+
+
+def test_claims_are_rows_of_benchmarks_that_run_for_them(bench: Any) -> None:
+    claims = bench.claims
+    assert len(claims.CLAIMS) == 10
+    assert {claim.shown[0] for claim in claims.CLAIMS} == set(claims.RUNS)
+    around = {"date": "a day", "commit": "c" * 40, "changed": False, "torch": "", "python": "", "cores": 1}
+    environment = {**around, "processor": "", "load": [0]}
+    name, case, measure = claims.CLAIMS[2].shown
+    row = vars(bench.common.Row(case, measure, 0.5, 0.4, 0.6, target=1.0)) | {"verdict": "ok"}
+    found = {name: {"rows": [row], "environment": environment}}
+    text = claims.page(f"before\n{claims.BEGIN}\nold\n{claims.END}\nafter\n", found)
+    assert "relative to FSDP2 | **0.500** | 0.400 .. 0.600 | ≤ 1: ok | `step_time.py`" in text
+    assert text.count("|  |  |  |") == 9 and "commit `cccccccccc`" in text and "old" not in text
     assert text.startswith("before\n") and text.endswith("\nafter\n")
-    assert bench.report.page(text, found) == text, "written twice, it is the same"
+    assert claims.page(text, found) == text, "written twice, it is the same"
 
 
 def test_pictures_show_the_ratios_to_fsdp2(bench: Any, tmp_path: Path) -> None:

@@ -106,6 +106,10 @@ class Runner:
             transport.abort(COLLECTIVES)
             raise
 
+    def flops(self, batch: Any) -> int | None:
+        """Floating-point operations of the model in a run on this batch, on this rank; see ``Finder.flops``."""
+        return self.finder.flops(batch)
+
     @contextmanager
     def observed(self, batch: Any, observer: Observer) -> Iterator[Prepared]:
         """The program of a batch, of whose ops an observer is told while this lasts."""
