@@ -185,7 +185,8 @@ def sharded_loss(
 
     ``f(params, batch)`` composes with everything in ``torch.func``, in any nesting, and with ``torch.autograd``:
     gradients come out as shards, as ``params`` go in. All ranks must apply the same transforms in the same order.
-    ``torch.func.linearize`` is refused. What travels is exact, also where ``fs.Wire`` rounds it in steps.
+    ``torch.func.linearize`` is refused: ``fs.func.linearize`` does it. What travels is exact, also where ``fs.Wire``
+    rounds it in steps.
 
     Args:
         loss_fn: as for ``fs.make_train_step``. With ``fs.Mean`` the global mean is exact.
