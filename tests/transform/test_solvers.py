@@ -278,3 +278,28 @@ def test_what_one_rank_raises_is_told_to_all(job: Job) -> None:
             assert ReplicationError.__name__ in own.kinds and "rtol" in others.text
         else:
             assert "PeerError" in others.kinds and own.text.splitlines()[0] in others.text, (number, own, others)
+
+
+def in_a_step() -> list[str]:
+    """On a rank: what differs of a Newton step that a step function solves for, and of one outside of it."""
+    with fs.make_mesh((-1,), ("shard",)) as mesh:
+        plan, x, opt = cases.plan_on(mesh), mine(X, mesh), fs.optim.sgd(1.0)
+        grad, update = fs.value_and_grad(cases.weighted_loss, plan), fs.make_update(opt, plan)
+        product = fs.func.hvp(cases.weighted_loss, plan)
+
+        def solve(params: Any, batch: Any) -> Any:
+            _, slopes = grad(params, batch)
+            return fs.func.cg(lambda v: product(params, v, batch), slopes, plan, damping=30.0, maxiter=3, rtol=0.0).x
+
+        def newton(state: Any, batch: Any) -> Any:
+            return update(state, solve(state.params, batch))[0], {}
+
+        params = fs.shard(cases.whole(), plan)
+        want = tree.map(lambda p, d: p - d, params, solve(params, x))
+        state, _ = fs.make_step(newton, plan)(fs.init_state(plan, opt, params=cases.whole()), x)
+        return differences(state.params, fs.unshard(want, plan), plan, "newton")
+
+
+@pytest.mark.filterwarnings("ignore:the parts of")
+def test_a_step_function_may_solve() -> None:
+    assert not sum(fs.virtual_mesh((2,), ("any",)).run(in_a_step), [])
