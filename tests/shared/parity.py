@@ -42,7 +42,10 @@ class Run:
 
 @dataclass(frozen=True)
 class Near:
-    """How far a run may be from another: losses relative to the largest one above 1, norms to the largest one, and parameters."""
+    """How far a run may be from another.
+
+    Losses count relative to the largest one above 1, norms to the largest one, and parameters as they are.
+    """
 
     loss: float = 1e-5
     norm: float = 1e-5
