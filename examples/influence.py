@@ -22,11 +22,6 @@ except ImportError:
 Batch = tuple[Tensor, Tensor]
 
 
-def add(a: dict, by: float | Tensor, b: dict) -> dict:
-    """``a + by * b``."""
-    return tree.map(lambda x, y: x + by * y, a, b)
-
-
 def main(args: Namespace, mesh: fs.Mesh) -> None:
     """Train, solve, rank."""
     say = print if mesh.rank == 0 else lambda line: None
@@ -61,20 +56,18 @@ def main(args: Namespace, mesh: fs.Mesh) -> None:
     bar.set_postfix_str(f"loss {metrics.loss:.3f}")
 
     _, target = fs.value_and_grad(data_loss, plan)(params, held)
-    product = fs.func.hvp(loss_fn, plan)
-    x = tree.map(torch.zeros_like, target)
-    rest, way = target, target
-    square = fs.tree.vdot(rest, rest, plan)
-    begin = square
-    for _ in tqdm(range(args.solve), desc="solve", disable=mesh.rank != 0):  # conjugate gradients
-        curved = add(product(params, way, seen), args.damping, way)
-        size = square / fs.tree.vdot(way, curved, plan)
-        x, rest = add(x, size, way), add(rest, -size, curved)
-        square, before = fs.tree.vdot(rest, rest, plan), square
-        way = add(rest, square / before, way)
-        if square < 1e-10 * begin:
-            break
-    say(f"conjugate gradients: residual {(square / begin).sqrt():.1e}")
+    hessian = fs.func.hvp(loss_fn, plan).linearize(params, seen)  # one gradient, for all products
+    with tqdm(total=args.solve, desc="solve", disable=mesh.rank != 0) as bar:
+        solved = fs.func.cg(
+            hessian,
+            target,
+            plan,
+            damping=args.damping,
+            maxiter=args.solve,
+            callback=lambda found: bar.update(found.iterations - bar.n),
+        )
+    x, history = solved.x, solved.history
+    say(f"conjugate gradients: residual {history[-1] / history[0]:.1e} after {solved.iterations} products")
 
     gradients = fs.func.per_sample_grad(data_loss, plan)
     whole, scores = dict(tree.paths(fs.unshard(x, plan))), []

@@ -51,6 +51,15 @@ def kind(value: Any) -> str:
     return f"{'an' if name[0].lower() in 'aeio' else 'a'} {name}"
 
 
+def counted(number: int, noun: str) -> str:
+    """A number of things in words.
+
+    >>> counted(1, "rank"), counted(2, "rank")
+    ('1 rank', '2 ranks')
+    """
+    return f"{number} {noun}{'s' * (number != 1)}"
+
+
 def alike(rows: Iterable[tuple[str, str]], names: int = 3) -> list[str]:
     """The lines of a report on leaves. Leaves with the same problem share a line, which names the first of them.
 

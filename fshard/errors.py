@@ -207,6 +207,17 @@ class NonFiniteError(ShardError, ArithmeticError):
     """
 
 
+class SolverError(ShardError, ArithmeticError):
+    """A linear map that a solver cannot use: not symmetric, not positive, or not finite.
+
+    >>> import fshard as fs, torch
+    >>> plan = fs.make_plan({"w": torch.ones(2)}, fs.make_mesh((1,), ("data",)), [(".*", fs.fsdp("data"))])
+    >>> fs.func.cg(lambda v: {"w": -v["w"]}, {"w": torch.ones(2)}, plan)
+    Traceback (most recent call last):
+    fshard.errors.SolverError: ...
+    """
+
+
 class CorruptionError(ShardError, RuntimeError):
     """A rank computed a step twice, with different results (``fs.recheck``). The state is as it was before.
 
@@ -313,22 +324,6 @@ def bad_rate(lr: object, step: int, value: object) -> PlanError:
     return PlanError(
         f"the learning rate of update {step} is {value!r}, from {lr!r}: give a finite Python number >= 0. "
         f"A schedule is called with the number of updates made before, an int; here {step - 1}."
-    )
-
-
-def not_elementwise(name: str, reason: str) -> PlanError:
-    """A class of ``torch.optim`` that cannot run on pieces of leaves."""
-    return PlanError(
-        f"fs.optim.from_torch({name}): its rule is not elementwise, so it cannot run on flat shards: {reason}. Use "
-        f'fs.optim.muon or fs.optim.adafactor on leaves with fs.Rule(..., align="leaf"), or an elementwise class'
-    )
-
-
-def not_kept(name: str, reason: str) -> PlanError:
-    """A class of ``torch.optim`` that has state which no train state can hold."""
-    return PlanError(
-        f"fs.optim.from_torch({name}): its step is no function of what it keeps for each parameter: {reason}. Keep "
-        f"counts and buffers in self.state[param], from the first update on"
     )
 
 

@@ -3,18 +3,27 @@
 ``fs.value_and_grad`` is the fast way to a gradient. These are for all else (docs/transforms.md).
 """
 
+from fshard.transform.conjugate_gradients import Solution, cg
+from fshard.transform.gauss_newton import gnvp
+from fshard.transform.lanczos_method import Lanczos, lanczos
+from fshard.transform.linearized import linearize
 from fshard.transform.optimizer import differentiable
-from fshard.transform.products import gnvp, hessian_trace_samples, hvp, jvp
+from fshard.transform.products import hessian_trace_samples, hvp, jvp
 from fshard.transform.samples import clipped_grad, per_sample_grad
 from fshard.transform.sharded_loss import sharded_loss
 
 __all__ = [
+    "Lanczos",
+    "Solution",
+    "cg",
     "clipped_grad",
     "differentiable",
     "gnvp",
     "hessian_trace_samples",
     "hvp",
     "jvp",
+    "lanczos",
+    "linearize",
     "per_sample_grad",
     "sharded_loss",
 ]

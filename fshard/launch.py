@@ -6,7 +6,9 @@ from collections.abc import Sequence
 
 import torch
 
+from fshard.arguments import expect
 from fshard.errors import CommError, PlanError
+from fshard.hints import teaching
 from fshard.played.cooperative import playing
 from fshard.played.transport import VirtualTransport
 from fshard.runtime.comm.communicator import SingleRankTransport
@@ -17,6 +19,7 @@ from fshard.sharding.mesh import Mesh, resolve_sizes
 from fshard.tracebacks import shorten
 
 
+@teaching
 def make_mesh(
     sizes: Sequence[int],
     axis_names: Sequence[str],
@@ -53,6 +56,9 @@ def make_mesh(
     >>> make_mesh((-1,), ("data",)).size
     1
     """
+    expect("make_mesh(sizes, axis_names)", [("timeout", timeout, (int, float), "seconds, such as 300.0")])
+    if not timeout > 0:
+        raise PlanError(f"timeout={timeout} must be a positive number of seconds")
     thread = playing()
     if thread is not None:  # a rank of fs.virtual_mesh
         whole = thread.scheduler.mesh

@@ -44,16 +44,26 @@ def bad_regex(pattern: object) -> str | None:
     "'*.weight' is a glob, not a regular expression: write r'.*\\\\.weight'"
     >>> bad_regex(r".*\\.weight"), bad_regex(3)
     (None, '3 is not a regular expression, which is a str')
+    >>> bad_regex("*.(bias")
+    "'*.(bias' is not a regular expression: nothing to repeat at position 0"
     """
     if not isinstance(pattern, str):
         return f"{pattern!r} is not a regular expression, which is a str"
     try:
         re.compile(pattern)
     except re.error as error:
-        if "*" in pattern and (meant := regex_of(pattern)) != pattern:
+        if "*" in pattern and (meant := regex_of(pattern)) != pattern and _compiles(meant):
             return f"{pattern!r} is a glob, not a regular expression: write r'{meant}'"
         return f"{pattern!r} is not a regular expression: {error}"
     return None
+
+
+def _compiles(pattern: str) -> bool:
+    try:
+        re.compile(pattern)
+    except re.error:
+        return False
+    return True
 
 
 def bad_regexes(patterns: Iterable[object]) -> list[str]:

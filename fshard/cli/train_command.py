@@ -23,7 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.epilog = "\n".join(["keys of a config:", *key_lines_of_help(), "", parser.epilog or ""])
     parser.add_argument("config", help="a TOML file")
-    parser.add_argument("changes", nargs="*", metavar="key=value", help="in place of what the file says")
+    parser.add_argument("changes", nargs="*", default=[], metavar="key=value", help="in place of what the file says")
     parser.add_argument("--ranks", type=int, help="start this many processes; without it, it joins those of torchrun")
     parser.add_argument("--dry-run", action="store_true", help="print the plan and its forecast, and stop")
     parser.add_argument("--print-config", action="store_true", help="print every key with its value, and stop")

@@ -1,5 +1,6 @@
 """A data loader whose position is saved with a state, and resumes exactly on any number of ranks."""
 
+import functools
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -10,6 +11,7 @@ from fshard import tree
 from fshard.arguments import described, expect
 from fshard.data.order import Order
 from fshard.errors import CheckpointError, PlanError, lines
+from fshard.hints import teaching
 from fshard.sharding.local_batch import local_part
 from fshard.sharding.plan import Plan
 from fshard.sharding.spec import P, axes_of
@@ -58,6 +60,7 @@ class Loader:
     global_position = True
     """``fs.train_loop`` and ``fs.Checkpointer`` save the position once, for all ranks."""
 
+    @functools.partial(teaching, name="Loader")
     def __init__(
         self,
         dataset: Any,
@@ -82,6 +85,12 @@ class Loader:
         self.dataset, self.plan, self.epochs = dataset, plan, epochs
         self.order = Order(len(dataset), batch, seed, shuffle, partial)
         self.options = {**options, "collate_fn": collate}
+        try:
+            DataLoader(dataset, batch_size=1, **self.options)
+        except (TypeError, ValueError) as error:
+            raise PlanError(
+                f"fs.data.Loader: PyTorch's data loader refuses {', '.join(f'{name}=' for name in options)}: {error}"
+            ) from error
         self.position = 0
         """The global batches that were handed out so far."""
         rows, *rest = plan.batch.dims or (None,)
@@ -165,6 +174,10 @@ def _check_dataset(dataset: Any) -> None:
             f"fs.data.Loader: {described(dataset)} has no len(dataset) and dataset[i], so only it knows its order: "
             f"give fs.train_loop torchdata's StatefulDataLoader of it, whose position is saved for each rank "
             f'(pip install "fshard[data]"), or batches as a function of the step'
+        )
+    if not len(dataset):
+        raise PlanError(
+            f"fs.data.Loader: the data set, {described(dataset)}, has no samples: look at what it was read from"
         )
 
 

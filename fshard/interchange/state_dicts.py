@@ -1,7 +1,8 @@
 """State dicts of ``torch.nn`` and ``torch.optim``: whole tensors by name, to and from train states."""
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Literal
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Literal, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -17,16 +18,37 @@ from fshard.interchange.source import MemorySource
 from fshard.optim import adamw, chain, ema, every, from_torch, partition, rate, sgd
 from fshard.optim.base import Optimizer
 from fshard.optim.combinators import REST
-from fshard.played.everywhere import called_on_each_rank
+from fshard.played.everywhere import called_on_each_rank, play_joined
 from fshard.runtime.comm import collective_call
 from fshard.sharding.mesh import Axes
 from fshard.sharding.plan import Plan
 from fshard.state.fit import check_optimizer
-from fshard.state.init import Inits
+from fshard.state.init import Inits, shard
 from fshard.state.pieces import split_name
 from fshard.state.train_state import TrainState
 
+P = ParamSpec("P")
+R = TypeVar("R")
 
+
+def _cut_for_each_rank(fn: Callable[P, R]) -> Callable[P, R]:
+    """Decorates a function of (state, plan): outside of ``run`` of a virtual mesh each rank gets its part of a tree."""
+
+    @functools.wraps(fn)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        given: dict[str, Any] = dict(zip(("state", "plan"), args, strict=False)) | kwargs
+        whole, plan = given.pop("state", None), given.pop("plan", None)
+        if not isinstance(plan, Plan) or not plan.mesh.everywhere or isinstance(whole, TrainState):
+            return fn(*args, **kwargs)
+        plan.check_tree(whole, whole=True)
+        on_rank: Callable[..., R] = fn
+        joined: R = play_joined(plan.mesh, lambda: on_rank(shard(whole, plan.here), plan.here, **given))
+        return joined
+
+    return call
+
+
+@_cut_for_each_rank
 @called_on_each_rank
 @collective_call
 def to_state_dict(
@@ -42,7 +64,8 @@ def to_state_dict(
     """A full state dict, as ``module.load_state_dict`` takes it. Collective.
 
     Args:
-        state: a state, or a tree such as ``state.params`` together with ``plan``.
+        state: a state, or a tree such as ``state.params`` together with ``plan``: shards, or, on a virtual mesh outside
+            of ``run``, whole tensors.
         plan: the plan of a tree.
         to: the rank that receives it; other ranks receive an empty dict. None for all ranks.
         axes: as for ``export``: with ``()`` experts are not gathered, and each rank has its own under the leaf's name.

@@ -17,6 +17,7 @@ from typing import IO, Any, TypeVar
 
 from fshard.arguments import Want, expect
 from fshard.errors import CommError, LaunchError, PeerError, PlanError, lines
+from fshard.hints import teaching
 from fshard.launching.job import JOB, LAUNCHED, STATUS, log_of, packed, read_outcome, setting_of
 from fshard.played.cooperative import playing
 from fshard.tracebacks import hide
@@ -36,6 +37,7 @@ TAIL = 2000
 """Characters of a dead rank's output that an error shows."""
 
 
+@teaching
 def launch(fn: Callable[..., R], *args: Any, ranks: int, all_ranks: bool = False, **kwargs: Any) -> Any:
     """Run a function on real ranks, from a notebook or a script, and return what it returned on rank 0.
 

@@ -64,6 +64,24 @@ def _cast(values: Any, dtype: torch.dtype | None) -> Any:
     return tree.mapped(one, values)
 
 
+def note_outside(error: Exception, batch: Any, params: Any) -> None:
+    """Add a note to torch's error about dtypes or devices outside of units: what met there, and what to do."""
+    text = str(error)
+    if re.search(r"\bmeta\b", text) and "device" in text:
+        error.add_note(
+            "A tensor without data was computed with, such as one of a module that was made under fs.empty_weights(): "
+            "compute from params alone, with model.apply(params, ...)."
+        )
+    given, read = (
+        sorted({str(x.dtype)[6:] for x in tree.leaves(held) if isinstance(x, Tensor)}) for held in (batch, params)
+    )
+    if given != read and re.search("dtype|scalar type", text) and not hasattr(error, "__notes__"):
+        error.add_note(
+            f"The batch has {', '.join(given)}, and parameters are computed with in {', '.join(read)}: cast the "
+            f"batch, or make the layers that read it units, whose inputs fs.Precision(inputs=True) casts."
+        )
+
+
 def note_dtypes(error: Exception, unit: str, inputs: Sequence[Tensor], leaves: Sequence[Tensor]) -> None:
     """Add a note to torch's error about dtypes: which ones met in a unit, and how to cast them."""
     given, read = ({str(x.dtype)[6:] for x in held if x.is_floating_point()} for held in (inputs, leaves))

@@ -18,8 +18,9 @@ def buffers_changed(paths: Iterable[str]) -> UnitError:
         lines(
             "the call changed buffers in place, but a pure function must return them:",
             paths,
-            "Call apply(params, ..., buffers=buffers), which returns (output, new_buffers), or apply(..., "
-            "training=False).",
+            "Let the batch bring them, model.buffers at first: "
+            'out, new = model.apply(params, x, buffers=batch["buffers"]), and return loss, {"buffers": new}. The next '
+            'batch brings metrics.aux["buffers"]. With model.apply(params, x, training=False) they stay as they are.',
         )
     )
 

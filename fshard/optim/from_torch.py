@@ -67,12 +67,12 @@ class from_torch(Masked, Unfused):  # noqa: N801 - reads as the function it is i
         except errors.PlanError:
             raise
         except MisfitError as misfit:
-            refusal = errors.not_elementwise if misfit.elementwise else errors.not_kept
+            refusal = _not_elementwise if misfit.elementwise else _not_kept
             raise refusal(cls.__name__, str(misfit)) from misfit.__cause__
         except Exception as error:
             if isinstance(error, TypeError | ValueError) and (kwargs or "__init__" in str(error)):
                 raise errors.bad_arguments(f"from_torch({cls.__name__})", [str(error)]) from error
-            raise errors.not_elementwise(cls.__name__, f"it failed on a vector: {error}") from error
+            raise _not_elementwise(cls.__name__, f"it failed on a vector: {error}") from error
 
     def __repr__(self) -> str:
         given = {"lr": self.lr, **({} if self.decay is None else {"decay": self.decay}), **self.kwargs}
@@ -114,7 +114,7 @@ class from_torch(Masked, Unfused):  # noqa: N801 - reads as the function it is i
         """Keep what the class has made of the state of one slice."""
         known = {*self.found.buffers, *self.found.counted(0)}
         if extra := [name for name, new in made.items() if new is not None and name not in known]:
-            raise errors.not_kept(self.cls.__name__, f"its state {extra[0]!r} first appears in update {step}")
+            raise _not_kept(self.cls.__name__, f"its state {extra[0]!r} first appears in update {step}")
         for name in self.found.buffers:  # optimizers around this one may keep more
             value, new = state[name], made.get(name)
             if isinstance(new, Tensor) and new.untyped_storage()._cdata != value.untyped_storage()._cdata:
@@ -136,3 +136,19 @@ class from_torch(Masked, Unfused):  # noqa: N801 - reads as the function it is i
         if not decays and "weight_decay" not in options and "weight_decay" in rule.defaults:
             rule.param_groups[0]["weight_decay"] = 0.0
         return rule
+
+
+def _not_elementwise(name: str, reason: str) -> errors.PlanError:
+    """A class of ``torch.optim`` that cannot run on pieces of leaves."""
+    return errors.PlanError(
+        f"fs.optim.from_torch({name}): its rule is not elementwise, so it cannot run on flat shards: {reason}. Use "
+        f'fs.optim.muon or fs.optim.adafactor on leaves with fs.Rule(..., align="leaf"), or an elementwise class'
+    )
+
+
+def _not_kept(name: str, reason: str) -> errors.PlanError:
+    """A class of ``torch.optim`` that has state which no train state can hold."""
+    return errors.PlanError(
+        f"fs.optim.from_torch({name}): its step is no function of what it keeps for each parameter: {reason}. Keep "
+        f"counts and buffers in self.state[param], from the first update on"
+    )

@@ -6,7 +6,9 @@ may be longer than planned. Any other function of an int that returns a float is
 
 import math
 from dataclasses import dataclass
+from typing import NoReturn
 
+from fshard.hints import unknown_name
 from fshard.optim import checks
 
 __all__ = ["constant", "linear", "warmup_cosine", "warmup_linear"]
@@ -132,3 +134,7 @@ def _between(start: float, stop: float, fraction: float) -> float:
 
 def __dir__() -> list[str]:
     return sorted(__all__)
+
+
+def __getattr__(name: str) -> NoReturn:
+    raise unknown_name(__name__, name)

@@ -12,6 +12,7 @@ from fshard import tree
 from fshard.arguments import Want, expect
 from fshard.collectives.scope import bind
 from fshard.errors import PlanError, TreeError
+from fshard.hints import teaching
 from fshard.model.missing import explained
 from fshard.optim.scaling import LossScale
 from fshard.parts.step_values import PART, running_of
@@ -193,6 +194,7 @@ class ValueAndGrad(OneFunction):
         return value, grads
 
 
+@teaching
 @made_on_each_rank(batches=False)
 def value_and_grad(
     loss_fn: LossFn,

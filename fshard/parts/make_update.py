@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 
 from fshard.arguments import Want, described, expect
 from fshard.errors import PlanError
+from fshard.hints import teaching
 from fshard.optim.base import Optimizer
 from fshard.optim.checks import is_optimizer, optimizer_meant
 from fshard.optim.scaling import LossScale
@@ -18,6 +19,7 @@ from fshard.sharding.plan import Plan
 from fshard.sharding.stage_table import refuse_stages
 
 
+@teaching
 @made_on_each_rank(batches=False)
 def make_update(
     opt: Optimizer,

@@ -10,6 +10,7 @@ from fshard import tree
 from fshard.arguments import described
 from fshard.errors import BatchError, LossError, PlanError
 from fshard.parts.step_values import RunningMemory, Updated
+from fshard.parts.update_metrics import UpdateMetrics
 from fshard.sharding.mesh import Mesh
 from fshard.state.flat import mark_of
 from fshard.state.train_state import TrainState
@@ -138,9 +139,20 @@ def returned_states(returned: Any) -> list[TrainState]:
         raise LossError(
             f"the step function returned {described(returned)}: return (state, metrics), as a train step does"
         )
+    if _has_metrics(returned[0]):
+        raise LossError(
+            "the step function returned metrics of an update among its states: an update returns both, so unpack them, "
+            "state, metrics = update(state, grads)"
+        )
     found: list[TrainState] = []
     tree.swap(found.append, TrainState, returned[0])
     return found
+
+
+def _has_metrics(states: Any) -> bool:
+    """Tell whether metrics of an update lie among states."""
+    held = states.values() if isinstance(states, dict) else states if isinstance(states, (list, tuple)) else ()
+    return isinstance(states, UpdateMetrics) or any(map(_has_metrics, held))
 
 
 def check_origins(origins: Sequence[int], own: int) -> None:

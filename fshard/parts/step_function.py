@@ -7,6 +7,7 @@ from typing import Any
 from fshard.arguments import Want, described, expect
 from fshard.collectives.scope import bind
 from fshard.errors import PlanError, TreeError
+from fshard.hints import teaching
 from fshard.parts.piecewise import piecewise
 from fshard.parts.record import Untraced
 from fshard.parts.step_arguments import arguments
@@ -151,6 +152,7 @@ class Step(LatestRun):
         return self._runner.trace(recorded)
 
 
+@teaching
 @made_on_each_rank(batches=True)
 def make_step(
     fn: Callable[..., Any],

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from fshard.arguments import expect
 from fshard.errors import TransformError
+from fshard.hints import teaching
 from fshard.played.cooperative import Randomness, Scheduler, inherited, playing
 from fshard.played.everywhere import join
 from fshard.played.transport import VirtualTransport
@@ -178,6 +179,7 @@ def _alone() -> Iterator[None]:
         yield
 
 
+@teaching
 def virtual_mesh(sizes: Sequence[int], axis_names: Sequence[str], *, device: str | torch.device = "cpu") -> VirtualMesh:
     """A mesh whose ranks all run in this process, for notebooks and tests.
 

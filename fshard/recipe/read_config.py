@@ -14,6 +14,22 @@ from fshard.recipe.train_config import VERSION, TrainConfig
 
 REMEDY = "fshard train --help lists every key."
 
+ELSEWHERE = {
+    "rate.peak": "lr learning_rate max_lr",
+    "rate.kind": "lr_scheduler scheduler lr_schedule",
+    "steps": "max_steps num_steps epochs num_epochs num_train_epochs iterations",
+    "batch": "batch_size global_batch_size per_device_train_batch_size",
+    "out": "output_dir out_dir",
+    "model.source": "model_name model_name_or_path pretrained name",
+    "data.source": "dataset train_file path file files",
+    "data.length": "seq_len seq_length sequence_length context_length block_size max_length",
+    "optimizer.clip_norm": "clip max_grad_norm grad_clip",
+    "step.precision": "dtype mixed_precision bf16 fp16",
+    "step.accumulate": "gradient_accumulation_steps accumulation_steps grad_accum",
+    "checkpoints.every": "save_every save_steps checkpoint_every",
+}
+"""By key: names that other programs have for it."""
+
 
 @dataclass(frozen=True)
 class ReadConfig:
@@ -62,8 +78,8 @@ def read_config(source: Any, changes: Sequence[str] = ()) -> ReadConfig:
         except tomllib.TOMLDecodeError as error:
             raise PlanError(f"{file} is not TOML: {error}: correct that line") from error
         places = dict(key_lines(text, file))
-    _refuse_newer(found, places.get("version", file or "config"))
     found = merged(found, changes, places)
+    _refuse_newer(found, places.get("version", file or "config"))
     problems: list[str] = []
     read = ReadConfig(_built(TrainConfig, found, "", problems, ReadConfig(TrainConfig(), file, places)), file, places)
     if problems:
@@ -144,7 +160,9 @@ def _value(text: str) -> Any:
 def _built(cls: Any, found: Any, prefix: str, problems: list[str], read: ReadConfig) -> Any:
     """A dataclass of a table; what is wrong is added to the problems."""
     if not isinstance(found, Mapping):
-        problems.append(f"{read.place(prefix)}: {prefix} = {described(found)}: must be a table, [{prefix}]")
+        near = difflib.get_close_matches(prefix, [name for name, _ in keys(TrainConfig) if "." not in name], 1)
+        meant = f"; did you mean {near[0]}?" if near else ""
+        problems.append(f"{read.place(prefix)}: {prefix} = {described(found)}: must be a table, [{prefix}]{meant}")
         return cls()
     known = {each.name: each for each in fields(cls)}
     hints, given = get_type_hints(cls), {}
@@ -165,6 +183,8 @@ def _nearest(path: str, table: bool) -> str:
     """The key or table that is meant: the nearest of all, or else a key of nearly this name in another table."""
     every = [name for name, _ in keys(TrainConfig)]
     last = path.rpartition(".")[2]
+    if meant := next((name for name, words in ELSEWHERE.items() if last in words.split()), ""):
+        return f": give {meant}"
     tables = [*dict.fromkeys(name.rpartition(".")[0] for name in every if "." in name)]
     near = difflib.get_close_matches(path, tables if table else every, 1)
     near = near or [name for name in every if difflib.get_close_matches(last, [name.rpartition(".")[2]])]
@@ -185,7 +205,7 @@ def keys(cls: Any, prefix: str = "") -> Iterator[tuple[str, Field[Any]]]:
 def _problem(hint: Any, value: Any, known: Field[Any]) -> str | None:
     """Say what a value must be, if it is something else."""
     if not _fits(hint, value):
-        return type_text(hint)
+        return type_text(hint) + (f", [{value!r}]" if hint == tuple[str, ...] and isinstance(value, str) else "")
     choices, least, below = [known.metadata.get(name) for name in ("choices", "least", "below")]
     if choices and value not in choices:
         near = difflib.get_close_matches(str(value), choices, 1)

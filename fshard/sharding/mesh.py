@@ -10,7 +10,7 @@ from typing import Any, Self
 import torch
 
 from fshard import markup
-from fshard.arguments import expect
+from fshard.arguments import counted, expect
 from fshard.errors import PlanError, unknown_axis
 
 Axes = tuple[str, ...]
@@ -143,7 +143,7 @@ class Mesh:
         axes = " x ".join(f"{name}={size}" for name, size in self.shape.items())
         kind = "a virtual mesh" if self.everywhere else "an abstract mesh" if self.transport is None else "a mesh"
         seen = "" if self.everywhere else f", seen from rank {self.rank}"
-        return markup.shown(f"{kind} of {self.size} ranks: {axes}, {self.device.type}{seen}", *tables)
+        return markup.shown(f"{kind} of {counted(self.size, 'rank')}: {axes}, {self.device.type}{seen}", *tables)
 
     def _named(self, axes: str | Axes) -> Axes:
         """Axes of this mesh as a tuple."""
@@ -199,7 +199,9 @@ def abstract_mesh(sizes: Sequence[int], axis_names: Sequence[str], *, rank: int 
     expect("abstract_mesh(sizes, axis_names)", [("rank", rank, int, "the number of a rank"), where])
     world = math.prod(resolved)
     if not 0 <= rank < world:
-        raise PlanError(f"rank={rank} is outside of a mesh of {world} ranks: give a rank from 0 to {world - 1}")
+        raise PlanError(
+            f"rank={rank} is outside of a mesh of {counted(world, 'rank')}: give a rank from 0 to {world - 1}"
+        )
     return Mesh(resolved, tuple(axis_names), rank, torch.device(device))
 
 
@@ -210,17 +212,20 @@ def resolve_sizes(sizes: Sequence[int], names: Sequence[str], world: int | None)
     if -1 not in sizes:
         if world is not None and known != world:
             raise PlanError(
-                f"mesh sizes {sizes} multiply to {known}, but the world has {world} ranks: start {known} ranks "
-                f"(torchrun --nproc-per-node {known}), or write -1 for one axis"
+                f"mesh sizes {sizes} multiply to {known}, but the world has {counted(world, 'rank')}: start "
+                f"{counted(known, 'rank')} (torchrun --nproc-per-node {known}), or write -1 for one axis"
             )
         return sizes
     if world is None or sizes.count(-1) > 1:
         why = "there is no world to divide" if world is None else "only one axis can be left open"
-        raise PlanError(f"mesh sizes {sizes} hold -1 {sizes.count(-1)} times, but {why}: give the sizes")
+        raise PlanError(
+            f"mesh sizes {sizes} leave {counted(sizes.count(-1), 'size')} open by -1, but {why}: give the sizes"
+        )
     if world % known:
         raise PlanError(
-            f"mesh sizes {sizes} over {world} ranks: {world} is not a multiple of {known}, so no size fits the -1 "
-            f"of axis {names[sizes.index(-1)]!r}; start a multiple of {known} ranks or change the other sizes"
+            f"mesh sizes {sizes} over {counted(world, 'rank')}: {world} is not a multiple of {known}, so no size "
+            f"fits the -1 of axis {names[sizes.index(-1)]!r}; start a multiple of {known} ranks or change the other "
+            f"sizes"
         )
     return tuple(world // known if n == -1 else n for n in sizes)
 

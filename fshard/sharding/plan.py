@@ -12,6 +12,7 @@ import torch
 from fshard import tree
 from fshard.arguments import Want, described, expect
 from fshard.errors import PlanError, TreeError, lines
+from fshard.hints import teaching
 from fshard.model.precision import Precision
 from fshard.patterns import bad_regex, meant_by
 from fshard.sharding.code import Code, code_of
@@ -319,6 +320,7 @@ class Plan:
         return render_html(self.mesh, self.batch, self.leaves, self.places(), self.precision, repr(self), self.stages)
 
 
+@teaching
 def make_plan(
     model: Any,
     mesh: Mesh,
@@ -361,12 +363,7 @@ def make_plan(
         ("rules", rules, (list, tuple), _RULES),
         ("batch", batch, (P, type(None)), 'a spec, batch=fs.P("data")'),
         ("units", units, (str, list, tuple), "a list of globs"),
-        (
-            "stages",
-            getattr(stages, "table", stages),
-            (Callable, type(None)),
-            'stages of a pipeline, fs.Stages("stage")',
-        ),
+        ("stages", getattr(stages, "table", stages), (Callable, type(None)), 'stages, fs.Stages("stage")'),
     ]
     expect("make_plan(model, mesh, rules)", wants)
     precision = Precision() if precision is None else precision

@@ -76,5 +76,5 @@ def warn_of_no_units(shapes: Mapping[str, Shape], dtypes: Mapping[str, torch.dty
             f"the model has no units, so every step gathers all of its {size_text(size)} at once, on every rank, "
             f"before it computes anything: fs.split(module, units={patterns}) gathers {size_text(most)} at a time, "
             f"while the unit before computes; fs.suggest_units(module) proposes units",
-            stacklevel=3,
+            stacklevel=4,
         )

@@ -13,6 +13,7 @@ from fshard.arguments import Want, expect
 from fshard.collectives.linear import Collect, LinearCut, apply
 from fshard.collectives.ranks import Ranks
 from fshard.errors import PlanError, TreeError, lines, no_processes
+from fshard.hints import teaching
 from fshard.model.initial_values import Initializer, Scaled, fill
 from fshard.model.philox import fold
 from fshard.optim.base import Optimizer
@@ -35,6 +36,7 @@ from fshard.state.whole_stages import of_all_stages
 Inits = Sequence[tuple[str, Initializer]]
 
 
+@teaching
 @called_on_each_rank
 def init_state(
     plan: Plan,
@@ -130,7 +132,7 @@ def _warn_of_own(plan: Plan, paths: Sequence[str]) -> None:
             f"them, which it does not call. Give that method's values as init=[(pattern, fs.init.normal(0.02)), ...], "
             f"a rule for each of these leaves, or make the module with values and give params=model.params",
             UserWarning,
-            stacklevel=4,
+            stacklevel=6,
         )
 
 
@@ -205,6 +207,7 @@ def shard(full: Mapping[str, Any], plan: Plan) -> dict[str, Any]:
     return made
 
 
+@teaching
 @collective_call
 def unshard(params: Mapping[str, Any], plan: Plan) -> dict[str, Any]:
     """The whole tensors of a sharded tree, on every rank. Collective; the inverse of ``shard``.

@@ -16,6 +16,10 @@ PARTS = (("compute", "green"), ("exposed", "red"), ("outside", "yellow"))
 """Where the time between two steps goes: what a step does itself, waits for transfers, and all else."""
 
 
+TERMINAL = frozenset(("skipped", "seconds", "busy_max", "busy_min", "busy_max_rank", "exposed", "outside", "flops"))
+"""Numbers that a line of a log leaves out: its pace says most of them. All other trackers have them."""
+
+
 class History:
     """A view's knowledge of a run: the latest numbers, and one curve.
 
@@ -77,13 +81,13 @@ def line(history: History, total: int | None) -> str:
     >>> history = History("loss")
     >>> history.add(0.0, 1, {"loss": 2.0}); history.add(2.0, 5, {"loss": 1.5, "seconds": 0.25, "memory": 2**30})
     >>> line(history, 9)
-    'step 5/9, 2 steps/s, 2 s left: loss 1.5, seconds 0.25, memory 1.0 GiB'
+    'step 5/9, 2 steps/s, 2 s left: loss 1.5, memory 1.0 GiB'
     """
     head = [f"step {history.step}" + (f"/{total}" if total else "")]
     head += [f"{number_text(history.pace)} steps/s"] if history.pace else []
     left = history.left(total)
     head += [f"{duration(left)} left"] if left else []
-    shown = {name: value for name, value in history.latest.items() if name != "skipped" or value}
+    shown = {name: value for name, value in history.latest.items() if name not in TERMINAL or value is True}
     numbers = [f"{name} {value_text(name, value)}" for name, value in shown.items()]
     return f"{', '.join(head)}: {', '.join(numbers)}"
 

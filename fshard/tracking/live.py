@@ -12,7 +12,8 @@ from fshard.tracking.tracker import need
 class Live:
     """Shows a run in the terminal: how far it is, the curve of its loss, its latest numbers, and where time goes.
 
-    Without a terminal, as in a log file, it prints a line every ``seconds`` seconds, the first and the last record.
+    Without a terminal, as in a log file, it prints a line every ``seconds`` seconds, the first and the last record. A
+    line leaves out what the time of a step consists of.
     The terminal is drawn anew once a second.
 
     Args:

@@ -15,6 +15,7 @@ from fshard.arguments import expect, kind
 from fshard.checkpoint.checkpointer import Checkpointer
 from fshard.data.loader import without_position
 from fshard.errors import PlanError
+from fshard.hints import teaching
 from fshard.runtime.comm import all_ranks_or_raise, enter, first_rank_or_raise, mesh_communicator, telling
 from fshard.state.train_state import TrainState
 from fshard.tracking.track import Track
@@ -84,6 +85,7 @@ class Preemption:
         self.asked = number
 
 
+@teaching
 def train_loop(
     step: TrainStep,
     start: Callable[[], TrainState],

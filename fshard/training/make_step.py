@@ -5,6 +5,7 @@ from typing import Any
 
 from fshard.arguments import described
 from fshard.errors import PlanError
+from fshard.hints import teaching
 from fshard.optim.base import Optimizer
 from fshard.optim.checks import is_optimizer, optimizer_meant
 from fshard.optim.scaling import LossScale
@@ -30,6 +31,7 @@ from fshard.training.metrics import Metrics
 from fshard.training.train_step import TrainStep
 
 
+@teaching
 @made_on_each_rank(batches=True)
 def make_train_step(
     loss_fn: Callable[..., Any],

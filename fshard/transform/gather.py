@@ -57,6 +57,16 @@ def gather_all(plan: Plan, flat: Mapping[str, Tensor]) -> dict[str, Any]:
     return tree.nest({path: out[path] for path in plan.leaves})
 
 
+def gather_some(plan: Plan, flat: Mapping[str, Tensor], trainable: bool) -> dict[str, Tensor]:
+    """The compute leaves, by path, of the groups that are trained, or of all others. It is linear in the shards."""
+    out: dict[str, Tensor] = {}
+    for group in plan.groups:
+        if group.trainable == trainable:
+            leaves = gather(plan, group, [flat[leaf.path] for leaf in group.leaves])
+            out.update((leaf.path, tensor) for leaf, tensor in zip(group.leaves, leaves, strict=True))
+    return out
+
+
 class GatherShards(Gather):
     """The gather of a group, which refuses batches of directions along single elements of several ranks."""
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from fshard.collectives.scope import SCOPE, cutting
 from fshard.errors import CommError, PeerError, ScheduleError
-from fshard.runtime.comm import Facts, announce, digest, exchange_text, mesh_communicator
+from fshard.runtime.comm import Facts, announce, digest, exchange_text, mesh_communicator, told
 from fshard.runtime.comm.call_site import call_site
 from fshard.runtime.comm.facts import compare_numbers
 from fshard.runtime.engine import fingerprint
@@ -66,8 +66,8 @@ class LossMeeting:
                     self.handshake(place, failure=error)
             raise
         except Exception as error:
-            if self.running is not None:
-                raise  # the step tells the others
+            if self.running is not None or told(error):
+                raise  # the step tells the others, or a call inside of the body did
             failure = error
         self.handshake(place, value if isinstance(value, Loss) else None, failure, facts)
         return value

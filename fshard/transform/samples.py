@@ -5,7 +5,8 @@ different ranks' samples.
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -15,12 +16,16 @@ from fshard import tree
 from fshard.arguments import expect
 from fshard.collectives.scope import cutting
 from fshard.errors import BatchError, PlanError, lines
-from fshard.model.remat_function import exact
+from fshard.runtime.comm import collective_call, telling
 from fshard.runtime.engine import leading_dims, read_loss
-from fshard.runtime.engine.batch import along_rows
+from fshard.runtime.engine.batch import along_rows, check_device
+from fshard.runtime.steps.batch_rows import BatchRows
 from fshard.sharding.plan import Plan
 from fshard.sharding.spec import axes_of
-from fshard.transform.gather import gather_all
+from fshard.state.equal import Equal
+from fshard.transform.gather import gather_all, gather_some
+from fshard.transform.ghost_norms import LayerCall, Row, SampleGradients, proved_layers, sample_gradients
+from fshard.transform.meeting import LossMeeting, meeting
 from fshard.transform.sharded_loss import LossFn, check_loss
 from fshard.transform.tree_vectors import split_trainable, zero_filled
 
@@ -54,12 +59,14 @@ def per_sample_grad(loss_fn: LossFn, plan: Plan) -> Callable[[Any, Any], dict[st
     check_loss(loss_fn, plan)
     _check_whole(plan, "per_sample_grad")
 
-    @cutting(plan.mesh)
+    @telling(plan.mesh, always=False)
     def each(params: Any, batch: Any) -> dict[str, Any]:
-        _rows(batch)
-        trained, rest = split_trainable(plan, params)
-        whole = dict(tree.paths(gather_all(plan, {**rest, **trained})))
-        return tree.nest(_each(loss_fn, whole, list(trained), batch))
+        trained, rest, ranks = _met(plan, params, batch, {"tool": "per_sample_grad"})
+        with cutting(plan.mesh):
+            whole = dict(tree.paths(gather_all(plan, {**rest, **trained})))
+        loss, tensors = _of_rows(loss_fn, batch)
+        found: Flat = ranks.all_ranks("the gradients", lambda: _each(loss, whole, list(trained), tensors))
+        return tree.nest(found)
 
     return each
 
@@ -70,13 +77,16 @@ def clipped_grad(
     """The sum over the global batch of the samples' gradients, each clipped to a norm:
     ``clipped_grad(loss_fn, plan, clip_norm)(params, batch) -> (sum, norms)``.
 
-    DP-SGD adds its noise to this sum (Abadi et al., "Deep Learning with Differential Privacy", 2016).
+    DP-SGD adds its noise to this sum (Abadi et al., "Deep Learning with Differential Privacy", 2016). No gradients of
+    single samples are held of weights that ``F.linear`` or ``F.embedding`` alone read, as their modules do: norms and
+    sum come from the inputs of these layers and the gradients of their outputs. Of other leaves, such as biases, norms,
+    convolutions and tied embeddings, they are held for the rows of a microbatch.
 
     Args:
         loss_fn: as for ``per_sample_grad``.
         plan: the plan.
         clip_norm: the largest norm, over all leaves, of a sample's gradient; larger ones are scaled down to it.
-        microbatch: rows whose gradients are held at once; None for all. The result does not depend on it.
+        microbatch: rows that are computed at once; None for all. The result does not depend on it.
 
     Returns:
         The function. ``sum`` is a tree of shards like ``params``, zero for frozen leaves; ``norms``, ``(rows,)``, are
@@ -99,51 +109,96 @@ def clipped_grad(
     if not clip_norm > 0 or (microbatch is not None and (not isinstance(microbatch, int) or microbatch < 1)):
         raise PlanError(f"clipped_grad(clip_norm={clip_norm}, microbatch={microbatch}): both must be positive")
 
-    @cutting(plan.mesh)
-    def clipped(params: Any, batch: Any) -> tuple[dict[str, Any], Tensor]:
-        rows = _rows(batch)
-        trained, rest = split_trainable(plan, params)
+    return ClippedGradient(loss_fn, plan, float(clip_norm), microbatch)
 
-        def gathered(trained: Flat) -> Flat:
-            flat = dict(tree.paths(gather_all(plan, {**rest, **trained})))
-            return {path: flat[path] for path in trained}
 
-        pulled: Any = torch.func.vjp(gathered, trained)
-        whole, pull = pulled[0], pulled[1]
-        fixed = {path: leaf for path, leaf in tree.paths(gather_all(plan, {**rest, **trained})) if path in rest}
+@dataclass(frozen=True)
+class ClippedGradient:
+    """``clipped(params, batch) -> (sum, norms)``. Made by ``fs.func.clipped_grad``."""
+
+    loss_fn: LossFn
+    plan: Plan
+    clip_norm: float
+    microbatch: int | None
+    known: dict[Any, list[LayerCall]] = field(default_factory=dict, repr=False, compare=False)
+
+    @collective_call
+    def __call__(self, params: Any, batch: Any) -> tuple[dict[str, Any], Tensor]:
+        """The sum of clipped gradients, and the norms of this rank's samples before clipping.
+
+        Raises:
+            TreeError, BatchError: arguments that do not fit, alike on all ranks.
+            PeerError: another rank failed.
+        """
+        settings = {"tool": "clipped_grad", "clip_norm": self.clip_norm}
+        trained, rest, ranks = _met(self.plan, params, batch, settings)
+        with cutting(self.plan.mesh):
+            pulled: Any = torch.func.vjp(lambda p: gather_some(self.plan, p, True), trained)
+            fixed = gather_some(self.plan, rest, False)
+        total, norms = ranks.all_ranks("the gradients", lambda: self._summed(fixed, pulled[0], batch))
+        with cutting(self.plan.mesh):
+            (summed,) = pulled[1](total)
+            return zero_filled(self.plan, summed, rest), norms
+
+    def _summed(self, fixed: Flat, whole: Flat, batch: Any) -> tuple[Flat, Tensor]:
+        """This rank's sum, of whole leaves, and the norms."""
+        loss, tensors = _of_rows(self.loss_fn, batch)
+        leaves, paths = {**fixed, **whole}, list(whole)
         total = {path: torch.zeros_like(leaf) for path, leaf in whole.items()}
         dtype = functools.reduce(torch.promote_types, [leaf.dtype for leaf in whole.values()], torch.float32)
-        norms = []
-        for start in range(0, rows, microbatch or rows):
-            part = tree.mapped(lambda x, a=start: x[a : a + (microbatch or rows)] if _has_rows(x) else x, batch)
-            grads = _each(loss_fn, {**fixed, **whole}, list(trained), part)
-            squares = [g.reshape(len(g), -1).to(dtype).square().sum(1) for g in grads.values()]
-            norms.append(torch.stack(squares).sum(0).sqrt())
-            factor = (clip_norm / norms[-1]).clamp(max=1.0)  # 0 / 0 does not occur: clip_norm is positive
-            for path, g in grads.items():
-                total[path] = total[path] + torch.tensordot(factor.to(g), g, 1)
-        (summed,) = pull(total)
-        return zero_filled(plan, summed, rest), torch.cat(norms)
+        norms, calls = list[Tensor](), self._layers(loss, leaves, paths, tensors)
+        for rows in zip(*[torch.split(x, self.microbatch or len(x)) for x in tensors], strict=True):
+            grads = sample_gradients(loss, leaves, paths, list(rows), calls)
+            if grads is None:  # rows that call other layers than the first one did
+                grads = SampleGradients(_each(loss, leaves, paths, list(rows)))
+            norms.append(grads.squares(leaves, dtype).sqrt())
+            factor = (self.clip_norm / norms[-1]).clamp(max=1.0)  # 0 / 0 does not occur: clip_norm is positive
+            for path, g in grads.summed(leaves, factor).items():
+                total[path] = total[path] + g
+        return total, torch.cat(norms)
 
-    return clipped
+    def _layers(self, loss: Row, leaves: Flat, paths: list[str], tensors: list[Tensor]) -> list[LayerCall]:
+        """The layers of rows of these shapes, found once."""
+        key = tuple((x.shape[1:], x.dtype) for x in tensors)
+        if key not in self.known:
+            self.known[key] = proved_layers(loss, leaves, paths, tensors)
+        return self.known[key]
 
 
-def _each(loss_fn: LossFn, whole: Flat, paths: list[str], batch: Any) -> Flat:
-    """The gradient of each row by these leaves."""
+def _of_rows(loss_fn: LossFn, batch: Any) -> tuple[Row, list[Tensor]]:
+    """The loss of one row, and the tensors that have rows."""
     leaves, spec = tree.flatten(batch)
     at = [i for i, leaf in enumerate(leaves) if _has_rows(leaf)]
 
-    def one(trained: Flat, row: list[Tensor]) -> Tensor:
+    def one(params: Mapping[str, Tensor], row: list[Tensor]) -> Tensor:
         filled = list(leaves)
         for i, x in zip(at, row, strict=True):
             filled[i] = x.unsqueeze(0)
-        with exact():
-            loss = read_loss(loss_fn(tree.nest({**whole, **trained}), tree.unflatten(spec, filled)))
+        loss = read_loss(loss_fn(tree.nest(params), tree.unflatten(spec, filled)))
         return loss.total if loss.count is None else loss.total / loss.count
 
-    trained = {path: whole[path] for path in paths}
-    grads: Flat = torch.vmap(torch.func.grad(one), (None, 0))(trained, [leaves[i] for i in at])
-    return grads
+    return one, [leaves[i] for i in at]
+
+
+def _each(loss: Row, leaves: Flat, paths: list[str], rows: list[Tensor]) -> Flat:
+    """The gradient of each row by these leaves."""
+    found = sample_gradients(loss, leaves, paths, rows, ())
+    return {} if found is None else found.held
+
+
+def _met(plan: Plan, params: Any, batch: Any, settings: dict[str, Any]) -> tuple[Flat, Flat, LossMeeting]:
+    """The trainable leaves, the others, and the ranks, when all have checked their arguments."""
+    ranks = meeting(plan.mesh, batch, BatchRows())
+
+    def checked() -> tuple[Flat, Flat]:
+        _rows(batch)
+        check_device(batch, plan.mesh.device)
+        return split_trainable(plan, params)
+
+    if plan.mesh.size > 1 and plan.mesh.transport is None:
+        checked()  # outside of run, where ranks cannot meet, an error says how trees of whole tensors are given
+    trained, rest = ranks.all_ranks("the call", checked, ranks.facts(Equal(plan, settings)))
+    return trained, rest, ranks
 
 
 def _check_whole(plan: Plan, what: str) -> None:

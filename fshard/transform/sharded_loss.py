@@ -185,7 +185,8 @@ def sharded_loss(
 
     ``f(params, batch)`` composes with everything in ``torch.func``, in any nesting, and with ``torch.autograd``:
     gradients come out as shards, as ``params`` go in. All ranks must apply the same transforms in the same order.
-    ``torch.func.linearize`` is refused. What travels is exact, also where ``fs.Wire`` rounds it in steps.
+    ``torch.func.linearize`` is refused: ``fs.func.linearize`` does it. What travels is exact, also where ``fs.Wire``
+    rounds it in steps.
 
     Args:
         loss_fn: as for ``fs.make_train_step``. With ``fs.Mean`` the global mean is exact.
@@ -207,6 +208,21 @@ def sharded_loss(
     {'w': tensor([0., 1., 2.])}
     """
     return ShardedLoss(loss_fn, plan, has_aux, reshard, debug)
+
+
+class GatheredLoss(ShardedLoss):
+    """The same loss as a function of compute leaves that each rank has gathered, whose gradient is not added up."""
+
+    def _checked(self, params: Any, batch: Any) -> dict[str, Tensor]:
+        check_device(batch, self.plan.mesh.device)
+        return dict(tree.paths(params))
+
+    def _params(
+        self, flat: dict[str, Tensor], ranks: LossMeeting, versions: Versions
+    ) -> AbstractContextManager[dict[str, Any]]:
+        for path, leaf in flat.items():
+            versions.add(f"params {path}", leaf)
+        return nullcontext(tree.nest({path: flat[path] for path in self.plan.leaves}))
 
 
 def _written(what: list[str]) -> UnitError:

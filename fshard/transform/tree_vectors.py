@@ -50,9 +50,21 @@ def vdot(a: Any, b: Any, plan: Plan) -> Tensor:
         return _dot(a, b, plan)
 
 
+def vdots(pairs: Sequence[tuple[Any, Any]], plan: Plan) -> Tensor:
+    """The inner products of several pairs of trees of the plan, ``(len(pairs),)``, by the exchanges of one."""
+    with cutting(plan.mesh), unguarded():
+        parts = [_parts(a, b, plan) for a, b in pairs]
+        return _summed({axes: torch.stack([part[axes] for part in parts]) for axes in parts[0]}, plan)
+
+
 def _dot(a: Any, b: Any, plan: Plan) -> Tensor:
+    return _summed(_parts(a, b, plan), plan)
+
+
+def _parts(a: Any, b: Any, plan: Plan) -> dict[Axes, Tensor]:
+    """This rank's inner products, by the axes over which ranks hold different parts."""
     if (by_chunk := _of_chunks(a, b, plan)) is not None:
-        return _summed(by_chunk, plan)
+        return by_chunk
     left, right = _leaves("a", a, plan), _leaves("b", b, plan)
     _check_pairs(left, right, plan)
     sums: dict[Axes, Tensor] = {}
@@ -68,7 +80,7 @@ def _dot(a: Any, b: Any, plan: Plan) -> Tensor:
         raise TreeError(
             "no leaf of the plan is floating-point, so it has no inner product: train at least one such leaf"
         )
-    return _summed(sums, plan)
+    return sums
 
 
 def _leaves(name: str, given: Any, plan: Plan) -> dict[str, Tensor]:
@@ -137,7 +149,7 @@ def _check_pairs(left: Mapping[str, Any], right: Mapping[str, Any], plan: Plan) 
 
 
 def _of_chunks(a: Any, b: Any, plan: Plan) -> dict[Axes, Tensor] | None:
-    """This rank's inner products, by the axes over which ranks hold different parts, by one kernel a group.
+    """This rank's inner products, by one kernel a group.
 
     None if the trees do not know their chunks, or are not of the same leaves.
     """
@@ -165,7 +177,7 @@ def _held(group: Group, plan: Plan) -> Axes:
 
 def _summed(sums: Mapping[Axes, Tensor], plan: Plan) -> Tensor:
     parts = [(Ranks(plan.mesh, axes), value) for axes, value in sums.items()]
-    return torch.stack([apply(value, LinearSum(ranks)) if ranks.size > 1 else value for ranks, value in parts]).sum()
+    return torch.stack([apply(value, LinearSum(ranks)) if ranks.size > 1 else value for ranks, value in parts]).sum(0)
 
 
 def norm(a: Any, plan: Plan) -> Tensor:

@@ -249,6 +249,8 @@ def closed(kind: str) -> bool:
     ).wait()  # all have met before one leaves
     mesh.close()
     mesh.close()
+    with pytest.raises(fs.errors.CommError, match="by mesh.close.. or at the end of its `with`: make steps"):
+        mesh.transport.communicator("reduce_scatter", ("shard",))
     with _mesh(kind) as again:
         buffer = torch.ones(2000)
         again.transport.communicator("all_gather", ("shard",)).all_reduce(buffer).wait()

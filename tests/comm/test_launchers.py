@@ -74,6 +74,13 @@ def test_what_is_given_stays() -> None:
     [
         ({"SLURM_NTASKS": "4"}, "SLURM_NTASKS=4, but this process was not started by srun"),
         ({"WORLD_SIZE": "4"}, "WORLD_SIZE=4, but RANK is not set"),
+        ({"WORLD_SIZE": "4", "RANK": ""}, "WORLD_SIZE=4, but RANK is empty"),
+        ({"RANK": "1"}, "RANK=1, but WORLD_SIZE is not set"),
+        ({"RANK": "1", "WORLD_SIZE": ""}, "RANK=1, but WORLD_SIZE is empty"),
+        ({"RANK": "2", "WORLD_SIZE": "2"}, "RANK=2 and WORLD_SIZE=2: ranks go from 0 to 1"),
+        ({"RANK": "one", "WORLD_SIZE": "2"}, "RANK='one' must be a number"),
+        ({"RANK": "1", "WORLD_SIZE": "2", "MASTER_PORT": "1"}, "without MASTER_ADDR, so ranks cannot meet"),
+        ({"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "h", "MASTER_PORT": "x"}, "MASTER_PORT='x' must be a number"),
         ({"PMI_SIZE": "2"}, "PMI_SIZE=2, but PMI_RANK is not set"),
         ({"PMI_SIZE": "2", "PMI_RANK": "1"}, "nothing tells the host of rank 0: set MASTER_ADDR"),
         ({"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "5"}, "OMPI_COMM_WORLD_RANK is 5"),
@@ -88,6 +95,14 @@ def test_a_job_that_cannot_join_is_refused(given: dict[str, str], named: str, mo
         monkeypatch.setenv(name, value)
     with pytest.raises(PlanError, match=named):
         fs.make_mesh((-1,), ("data",))
+
+
+def test_a_world_of_one_meets_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in WAYS:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    assert fs.make_mesh((-1,), ("data",)).size == 1
 
 
 def test_the_first_host_of_any_list() -> None:

@@ -60,6 +60,11 @@ def calls_of(mesh: fs.Mesh, folder: str) -> dict[str, tuple[Call, list[Any], lis
         "step of parts, none": (fs.make_step(parts, plan, donate=False), [state, rows], [[], rows]),
         "sharded loss": (fs.func.sharded_loss(loss, plan), [params, rows], [params, rows, ...]),
         "hvp": (fs.func.hvp(loss, plan), [params, params, rows], [params, {"first": 3}, rows]),
+        "linearize": (fs.func.linearize(outputs, plan), [params, rows], [params, {}]),
+        "linear map": (fs.func.hvp(loss, plan).linearize(params, rows), [params], [{"first": 3}]),
+        "gnvp": (fs.func.gnvp(outputs, total, plan), [params, params, rows], [params, {"first": 3}, rows]),
+        "cg": (lambda b: fs.func.cg(lambda v: v, b, plan), [params], [{"first": 3}]),
+        "lanczos": (lambda v: fs.func.lanczos(lambda v: v, v, plan, 2), [params], [{"first": 3}]),
         "unshard": (fs.unshard, [params, plan], [{"first": params["first"]}, plan]),
         "reshard_state": (
             lambda *a, _=following: fs.reshard_state(*a),
@@ -82,6 +87,16 @@ def calls_of(mesh: fs.Mesh, folder: str) -> dict[str, tuple[Call, list[Any], lis
         "psum": (lambda x: fc.psum(x, "shard", mesh=mesh), [rows], ["no tensor"]),
         "shard_map": (fs.shard_map(lambda x: fc.psum(x, "shard"), mesh, fs.P("shard"), fs.P()), [even], [even[:5]]),
     }
+
+
+def outputs(params: Any, rows: Tensor) -> Tensor:
+    """Of one matrix."""
+    return rows @ params["first"]["w"].t()
+
+
+def total(out: Tensor, rows: Tensor) -> Tensor:
+    """A loss of outputs."""
+    return out.square().mean()
 
 
 def mean(params: Any, rows: Tensor) -> fs.Mean:

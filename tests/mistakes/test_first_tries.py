@@ -185,7 +185,7 @@ def test_a_loss_may_be_an_object_that_holds_parameters() -> None:
     assert metrics.loss.item() == pytest.approx(loss(MODEL.params, X).item())
 
 
-@pytest.mark.parametrize("module", [fs, fs.optim, fs.tree], ids=lambda module: module.__name__)
+@pytest.mark.parametrize("module", [fs, fs.optim, fs.optim.schedules, fs.tree], ids=lambda module: module.__name__)
 def test_names_of_other_libraries_are_told_the_way(module: Any) -> None:
     names = {name: hint for names, hint in OF_MODULES[module.__name__].items() for name in names.split()}
     for name, hint in names.items():

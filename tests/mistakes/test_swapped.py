@@ -21,6 +21,7 @@ HERE = Path(__file__).parent
 CALLS: dict[str, Callable[[], tuple[Any, ...]]] = {
     "abstract_mesh": lambda: ((2,), ("shard",)),
     "averaged": lambda: (st(), "ema"),
+    "func.cg": lambda: (loss, st().params, PLAN),
     "func.clipped_grad": lambda: (loss, PLAN, 1.0),
     "func.differentiable": lambda: (optim.sgd(0.1), PLAN),
     "io.export": lambda: (st().params, PLAN),
@@ -31,6 +32,8 @@ CALLS: dict[str, Callable[[], tuple[Any, ...]]] = {
     "func.hvp": lambda: (loss, PLAN),
     "init_state": lambda: (PLAN, OPT),
     "func.jvp": lambda: (loss, PLAN),
+    "func.lanczos": lambda: (loss, st().params, PLAN, 2),
+    "func.linearize": lambda: (loss, PLAN),
     "io.load_dcp": lambda: (HERE, PLAN, OPT),
     "io.load_hf": lambda: (HERE, PLAN, OPT),
     "make_eval_step": lambda: (loss, PLAN),

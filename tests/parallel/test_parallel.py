@@ -56,8 +56,10 @@ def test_training_equals_one_process(job: Job, case: Case) -> None:
 @pytest.mark.parametrize("case", [*TWO, *FOUR, *EIGHT], ids=name)
 def test_training_equals_one_process_under_every_schedule(pool: Pools, case: Case) -> None:
     world = 2 if case in TWO else 4 if case in FOUR else 8
-    ranks = pool(world).run(train, case, MANY, timeout=170.0)
-    assert not differences(case, MANY, ranks)
+    # Ranks that share rows along dim 1 alone cannot cut their batch into microbatches.
+    configs = [each for each in MANY if case != TWO[-1] or each.accumulate == 1]
+    ranks = pool(world).run(train, case, configs, timeout=170.0)
+    assert not differences(case, configs, ranks)
     assert ranks[0][0].like(ranks[0][1]), "values change with the schedule"
 
 

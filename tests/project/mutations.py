@@ -94,7 +94,7 @@ MUTATIONS = [
     Mutation("checkpoint/ranges.py", "-(-start // inner), stop", "start // inner, stop", "checkpoint/test_format.py"),
     # derivatives, collectives, parallel layers
     Mutation(
-        "transform/products.py",
+        "transform/gauss_newton.py",
         "apply(count, LinearSum(data)) if data.size > 1 else count",
         "count",
         "transform/test_tools.py",

@@ -1,6 +1,7 @@
 """Wheel and sdist: built, installed in an environment of their own, and used there."""
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -69,4 +70,6 @@ def test_wheel_and_sdist_install_in_a_clean_environment(tmp_path: Path) -> None:
     (site / "others.pth").write_text("\n".join(paths))
     told = done(home / "bin" / "python", "-c", WITHOUT_NUMPY, cwd=tmp_path)
     assert str(site) in told and "UserWarning" not in told
+    script = re.search(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    assert script and "step 100: loss" in done(home / "bin" / "python", "-c", script[1], cwd=tmp_path)
     assert "fshard 0." in done(home / "bin" / "fshard", "--version", cwd=tmp_path)

@@ -89,7 +89,7 @@ def told(capsys: pytest.CaptureFixture[str], *changes: str, ranks: int = 2) -> s
         ("steps = 2", 'steps = "2"', "run.toml:2: steps = '2': must be a whole number"),
         ("batch = 4", "batch = true", "run.toml:3: batch = True: must be a whole number"),
         ("steps = 2", "steps = 0", "run.toml:2: steps = 0: must be 1 or more"),
-        ('["text.txt"]', '"text.txt"', "run.toml:7: data.source = 'text.txt': must be a list of strings"),
+        ('["text.txt"]', '"text.txt"', "run.toml:7: data.source = 'text.txt': must be a list of strings, ['text.txt']"),
         ("batch = 4", "batch = 4\nmesh = 3", "run.toml:4: mesh = 3, an int: must be a table, [mesh]"),
         ("held_out", 'format = "txt"\nheld_out', "run.toml:9: data.format = 'txt': must be one of auto, text"),
         ("version = 1", "version = 2", "run.toml:1: version = 2: this fshard reads configs of version 1"),
@@ -135,6 +135,10 @@ def test_a_mistake_is_said_with_its_line(
     ("changes", "says"),
     [
         (["optimizer.raet=1"], "command line: optimizer.raet is no key"),
+        (["optimizer.lr=1"], "command line: optimizer.lr is no key: give rate.peak"),
+        (["batch_size=8"], "command line: batch_size is no key: give batch"),
+        (["step=3"], "must be a table, [step]; did you mean steps?"),
+        (["version=9"], "command line: version = 9: this fshard reads configs of version 1"),
         (["steps"], "'steps' is not key=value"),
         (["steps.x=1"], "command line: steps.x=1: steps is a value, and no table"),
         (

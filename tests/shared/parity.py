@@ -42,7 +42,10 @@ class Run:
 
 @dataclass(frozen=True)
 class Near:
-    """How far a run may be from another: losses, norms relative to the largest one, and parameters."""
+    """How far a run may be from another.
+
+    Losses count relative to the largest one above 1, norms to the largest one, and parameters as they are.
+    """
 
     loss: float = 1e-5
     norm: float = 1e-5
@@ -123,7 +126,7 @@ def differences(ranks: Sequence[Run], want: Run, near: Near = Near()) -> list[st
     got = ranks[0]
     out = [f"rank {i}: {problem}" for i, run in enumerate(ranks) for problem in run.problems[:2]]
     out += [f"rank {i} saw other losses or norms than rank 0" for i, run in enumerate(ranks) if not run.like(got)]
-    out += _far("loss", got.losses, want.losses, near.loss)
+    out += _far("loss", got.losses, want.losses, near.loss * max([1.0, *map(abs, want.losses)]))
     out += _far("grad_norm", got.norms, want.norms, near.norm * max([1e-30, *want.norms]))
     return out + far_leaves(got.params, want.params, near.param)
 

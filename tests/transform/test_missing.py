@@ -129,7 +129,7 @@ def test_an_operator_without_a_second_derivative_is_named_with_its_unit(own: boo
     def second(f: Any, plan: fs.Plan, params: Any, batch: Any) -> Any:
         if own:
             return torch.func.jvp(lambda p: torch.func.grad(f)(p, batch), (params,), (params,))[1]
-        return fs.func.hvp(f.loss_fn, plan)(params, params, batch)
+        return fs.func.hvp(f.loss_fn, plan, reshard=True)(params, params, batch)
 
     with pytest.raises(TransformError, match=f"in unit unit, PyTorch's operator {says}"):
         found(Held(aligned), rows(), second)

@@ -13,7 +13,7 @@ from fshard.runtime.comm.all_ranks import (
     raise_failures,
 )
 from fshard.runtime.comm.calls import CALL_SITE_BYTES, announce, enter, refuse_nested
-from fshard.runtime.comm.collective_call import collective_call, telling
+from fshard.runtime.comm.collective_call import collective_call, telling, told
 from fshard.runtime.comm.communicator import Communicator, Done, Handle, SingleRankTransport
 from fshard.runtime.comm.exchange import exchange, exchange_bytes, exchange_text
 from fshard.runtime.comm.facts import Facts, digest
@@ -43,4 +43,5 @@ __all__ = [
     "raise_failures",
     "refuse_nested",
     "telling",
+    "told",
 ]

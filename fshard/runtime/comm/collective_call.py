@@ -90,6 +90,12 @@ def telling(mesh: Mesh | None, always: bool = True) -> Iterator[None]:
             around.met, around.told = around.met or here.met, here.told or around.told
 
 
+def told(error: BaseException) -> bool:
+    """Tell whether a call that this thread made inside of its collective call has told the others of an exception."""
+    around: CallMeeting | None = getattr(threading.current_thread(), MEETING, None)
+    return around is not None and around.told is error
+
+
 def mesh_of(values: Iterable[Any]) -> Mesh | None:
     """The mesh of the first of some values that has one: a mesh, or what has a plan, or a dict of these."""
     for value in values:

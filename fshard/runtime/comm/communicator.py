@@ -17,6 +17,9 @@ from fshard.sharding.mesh import Axes
 Events = Iterable[Event | None]
 Sizes = list[int] | None
 
+CLOSED = "the mesh was closed, by mesh.close() or at the end of its `with`: make steps and call them before that"
+"""What communicators of a closed mesh say."""
+
 
 class Handle(Protocol):
     """A collective in flight."""

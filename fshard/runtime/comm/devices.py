@@ -57,7 +57,7 @@ def choose_device(given: str | torch.device | None, visible: int, local_rank: in
     >>> choose_device(None, 1, 3), choose_device("cuda", 8, 3), choose_device(None, 0, 3)
     (device(type='cuda', index=0), device(type='cuda', index=3), device(type='cpu'))
     """
-    device = read_device("cuda" if given is None and visible else given or "cpu")
+    device = read_device(given if given is not None else "cuda" if visible else "cpu")
     if device.type != "cuda":
         return device
     if not visible:

@@ -22,7 +22,7 @@ from torch import Tensor, empty
 
 from fshard.errors import CommError
 from fshard.forks import keep, own
-from fshard.runtime.comm.communicator import Events, Handle, Sizes, chunks
+from fshard.runtime.comm.communicator import CLOSED, Events, Handle, Sizes, chunks
 from fshard.runtime.comm.gloo_threads import hand_over
 from fshard.runtime.comm.pending import naming_errors
 from fshard.runtime.comm.row_sums import sum_rows
@@ -129,7 +129,7 @@ class GlooCommunicator:
         """
         if reason and self.key and not self.closed:
             self.watchdog.notes.leave(f"{self.key}/{self.rank}", reason)
-        self.closed = reason or "the mesh was closed"
+        self.closed = reason or CLOSED
         group, self.group = self.group, None
         return group
 

@@ -85,10 +85,15 @@ def join(timeout: float, given: str | torch.device | None, check: Check) -> Join
     if dist.is_initialized():
         return _of_group(timeout, given, check)
     os.environ.update(as_torchrun(os.environ))
-    if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
+    if not all(map(os.environ.get, ("RANK", "WORLD_SIZE"))):
+        return None
+    if int(os.environ["WORLD_SIZE"]) == 1 and not all(map(os.environ.get, ("MASTER_ADDR", "MASTER_PORT"))):
         return None
     limit = datetime.timedelta(seconds=timeout)
-    visible, local = torch.cuda.device_count() if torch.cuda.is_available() else 0, int(os.environ.get("LOCAL_RANK", 0))
+    visible, local = (
+        torch.cuda.device_count() if torch.cuda.is_available() else 0,
+        int(os.environ.get("LOCAL_RANK") or 0),
+    )
     descriptors = Descriptors()
     with naming_errors("joining the process group"), descriptors.opening():
         store, rank, world = _in_time(lambda: _rendezvous(limit), timeout)

@@ -62,7 +62,8 @@ def as_torchrun(environment: Mapping[str, str]) -> dict[str, str]:
     >>> as_torchrun({})
     {}
     """
-    if "RANK" in environment and "WORLD_SIZE" in environment:
+    if environment.get("RANK") and environment.get("WORLD_SIZE"):
+        _check_ranks(environment)
         return {}
     for one in LAUNCHERS:
         if _number(environment, one.size, 1) > 1:
@@ -76,16 +77,44 @@ def as_torchrun(environment: Mapping[str, str]) -> dict[str, str]:
         )
     if _number(environment, "WORLD_SIZE", 1) > 1:
         raise PlanError(
-            f"WORLD_SIZE={environment['WORLD_SIZE']}, but RANK is not set, so this process would train alone on the "
-            f"whole batch: start the program with torchrun, or set RANK, MASTER_ADDR and MASTER_PORT, too"
+            f"WORLD_SIZE={environment['WORLD_SIZE']}, but RANK is {_state(environment, 'RANK')}, so this process would "
+            f"train alone on the whole batch: start the program with torchrun, or set RANK, MASTER_ADDR and "
+            f"MASTER_PORT, too"
         )
     if environment.get("RANK"):
         raise PlanError(
-            f"RANK={environment['RANK']}, but WORLD_SIZE is not set, so this process would train alone on the whole "
-            f"batch: start the program with torchrun, or set WORLD_SIZE, MASTER_ADDR and MASTER_PORT, too; or, if one "
-            f"process is meant, start it with `env -u RANK python ...`"
+            f"RANK={environment['RANK']}, but WORLD_SIZE is {_state(environment, 'WORLD_SIZE')}, so this process would "
+            f"train alone on the whole batch: start the program with torchrun, or set WORLD_SIZE, MASTER_ADDR and "
+            f"MASTER_PORT, too; or, if one process is meant, start it with `env -u RANK python ...`"
         )
     return {}
+
+
+def _check_ranks(environment: Mapping[str, str]) -> None:
+    """Refuse what torchrun would not set.
+
+    Raises:
+        PlanError: a number is none or too large, or nothing tells where ranks meet.
+    """
+    rank, world = _number(environment, "RANK", 0), _number(environment, "WORLD_SIZE", 1)
+    if rank >= world:
+        raise PlanError(
+            f"RANK={rank} and WORLD_SIZE={world}: ranks go from 0 to {world - 1}. Start the program with torchrun, or "
+            f"give each process a rank of its own"
+        )
+    lacking = [name for name in ("MASTER_ADDR", "MASTER_PORT") if not environment.get(name)]
+    if lacking and world > 1:
+        raise PlanError(
+            f"RANK={rank} and WORLD_SIZE={world} are set without {' and '.join(lacking)}, so ranks cannot meet: start "
+            f"the program with torchrun, or set MASTER_ADDR to the host of rank 0 and MASTER_PORT to a free port"
+        )
+    _number(environment, "MASTER_PORT", 0)
+    _number(environment, "LOCAL_RANK", 0)
+
+
+def _state(environment: Mapping[str, str], name: str) -> str:
+    """Say how a variable lacks a value."""
+    return "empty" if name in environment else "not set"
 
 
 def _joined(environment: Mapping[str, str], one: Launcher) -> dict[str, str]:

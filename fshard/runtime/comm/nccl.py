@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fshard.errors import CommError
 from fshard.forks import keep, own
-from fshard.runtime.comm.communicator import Events, Handle, Sizes
+from fshard.runtime.comm.communicator import CLOSED, Events, Handle, Sizes
 from fshard.runtime.comm.device_streams import Stream
 from fshard.runtime.comm.pending import PendingWork, all_gather, naming_errors, reduce_scatter
 from fshard.runtime.comm.row_sums import sum_rows
@@ -74,7 +74,7 @@ class NcclCommunicator:
 
     def close(self, reason: str = "") -> Any:
         """Take no more collectives. Returns the process group, which the caller aborts; None if that was done."""
-        self.closed = self.closed or reason or "the mesh was closed"
+        self.closed = self.closed or reason or CLOSED
         group, self.group = self.group, None
         return group
 

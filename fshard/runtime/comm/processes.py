@@ -15,7 +15,7 @@ from fshard.errors import CommError, PeerError, ScheduleError
 from fshard.forks import keep, own
 from fshard.runtime.comm.bounded import bounded, bounded_together
 from fshard.runtime.comm.calls import announce
-from fshard.runtime.comm.communicator import Communicator, SingleRank
+from fshard.runtime.comm.communicator import CLOSED, Communicator, SingleRank
 from fshard.runtime.comm.descriptors import Descriptors
 from fshard.runtime.comm.device_release import Cuts
 from fshard.runtime.comm.device_streams import make_stream
@@ -159,7 +159,7 @@ class ProcessTransport:
         for part in self.parts:
             part.close(reason)
         self.watchdog.close()
-        self.lost = self.lost or reason or "the mesh was closed"
+        self.lost = self.lost or reason or CLOSED
         if not reason:
             self.flight.withdraw()
         self._drop([*self.comms.values()], reason)

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from fshard.forks import own
+from fshard.runtime.comm.communicator import CLOSED
 from fshard.runtime.comm.links import PeerLink, close_files, make_memory, map_memory
 from fshard.runtime.comm.watchdog import Watchdog
 
@@ -169,7 +170,7 @@ class SharedMemory:
         number may be another file's by then.
         """
         told = bool(reason) and not self.closed
-        self.closed = self.closed or reason or "the mesh was closed"
+        self.closed = self.closed or reason or CLOSED
         text = HEAD.pack(GONE, b"-", 0, 0, 0, 0) + reason.encode(errors="replace")[:INLINE]
         for peer in self.peers.values():
             if told:

@@ -106,8 +106,18 @@ def explaining(batch: Any) -> Iterator[None]:
         head = (
             "The function of (params, batch) was run on tensors without data, to find its schedule. This rank's batch:"
         )
-        error.add_note("\n".join([head, *rows[:MOST], *more]))
+        error.add_note("\n".join([head, *rows[:MOST], *more, *_empty(batch)]))
         raise
+
+
+def _empty(batch: Any) -> list[str]:
+    """Say that a batch has no rows, if so."""
+    tensors = [leaf for leaf in tree.leaves(batch) if isinstance(leaf, Tensor) and leaf.dim()]
+    if not tensors or any(map(len, tensors)):
+        return []
+    return [
+        "No tensor of it has a row: look at the data set, or return fs.Mean(total, count) where ranks may have none."
+    ]
 
 
 def _described(leaf: Any) -> str:

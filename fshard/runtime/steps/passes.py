@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from fshard import tree
+from fshard.model.casting import note_outside
 from fshard.runtime.engine.batch import marks_undone
 from fshard.runtime.engine.engine import Engine
 from fshard.runtime.engine.loss_result import (
@@ -120,6 +121,9 @@ class Passes:
             result = engine.run(self.fn, part, self.train)
         except DataDependentOutputException as error:
             raise left_by_trace() from error
+        except Exception as error:
+            note_outside(error, part, engine.slots.by_path)
+            raise
         check_data(result)
         return result
 

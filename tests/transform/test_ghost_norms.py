@@ -1,0 +1,175 @@
+"""Clipped sums of gradients of single samples, by layers and by vmap alone, in float64; and what is never held."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F  # noqa: N812 - its name everywhere
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import fshard as fs
+from fshard import tree
+
+ROWS, VOCAB, WIDTH = 5, 11, 6
+Loss = Callable[[Any, Any], Any]
+
+
+class Words(nn.Module):
+    """Embeddings, a norm, a layer that is called twice, a convolution and a head."""
+
+    def __init__(self, tied: bool = False) -> None:
+        super().__init__()
+        self.words, self.places = nn.Embedding(VOCAB, WIDTH, padding_idx=3), nn.Embedding(16, WIDTH)
+        self.norm, self.twice = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.conv, self.head = nn.Conv1d(WIDTH, WIDTH, 3, padding=1), nn.Linear(WIDTH, VOCAB, bias=False)
+        if tied:
+            self.head.weight = self.words.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Logits."""
+        h = self.words(x) + self.places(torch.arange(x.shape[-1], device=x.device))
+        h = torch.tanh(self.twice(torch.tanh(self.twice(self.norm(h)))))
+        out: Tensor = self.head(h + self.conv(h.mT).mT)
+        return out
+
+
+def words(tied: bool = False, long: int = 4) -> tuple[Any, Loss, Any]:
+    """A language model's parameters, loss and batch."""
+    torch.manual_seed(0)
+    model = fs.split(Words(tied).double(), units=("twice", "head"))
+    batch = {"x": torch.randint(VOCAB, (ROWS, long)), "y": torch.randint(VOCAB, (ROWS, long))}
+
+    def loss(p: Any, b: Any) -> Any:
+        return F.cross_entropy(model.apply(p, b["x"]).flatten(0, 1), b["y"].flatten())
+
+    return model, loss, batch
+
+
+def perceptron(inner: Callable[[Any, Tensor], Tensor]) -> tuple[Any, Loss, Any]:
+    """Two matrices as a tree, a loss of one output a row, and a batch."""
+    torch.manual_seed(0)
+    params = {"a": torch.randn(8, WIDTH).double(), "b": torch.randn(2, 8).double()}
+    return params, lambda p, x: inner(p, x).square().mean(), torch.randn(ROWS, WIDTH).double()
+
+
+def layers(p: Any, x: Tensor) -> Tensor:
+    """Two layers."""
+    return F.linear(torch.tanh(F.linear(x, p["a"])), p["b"])
+
+
+def slope(p: Any, x: Tensor) -> Tensor:
+    """A derivative by the input, as physics-informed losses take."""
+    return torch.func.jvp(lambda x: layers(p, x), (x,), (torch.ones_like(x),))[1]
+
+
+CASES: dict[str, tuple[Callable[[], tuple[Any, Loss, Any]], set[str]]] = {
+    "words": (words, {"words.weight", "places.weight", "twice.weight", "head.weight"}),
+    "long": (lambda: words(long=16), {"words.weight", "places.weight", "twice.weight", "head.weight"}),
+    "tied": (lambda: words(tied=True), {"places.weight", "twice.weight"}),
+    "layers": (lambda: perceptron(layers), {"a", "b"}),
+    "also read elsewhere": (lambda: perceptron(lambda p, x: layers(p, x) + p["a"].sum()), {"b"}),
+    "read as a matrix": (lambda: perceptron(lambda p, x: torch.tanh(x @ p["a"].T) @ p["b"].T), set()),
+    "derivative": (lambda: perceptron(slope), set()),
+    "recomputed": (lambda: perceptron(lambda p, x: fs.remat(layers)(p, x)), set()),
+    "clipped weights": (lambda: perceptron(lambda p, x: layers(tree.map(lambda w: w.clamp(-1, 1), p), x)), set()),
+}
+
+
+def both(name: str) -> list[str]:
+    """On a rank: where sums and norms differ from those of gradients of samples, and which layers were caught."""
+    made, caught = CASES[name]
+    model, loss, whole = made()
+    with fs.make_mesh((-1,), ("shard",)) as mesh:
+        plan = fs.make_plan(model, mesh, [(r".*", fs.fsdp("shard"))])
+        params = fs.shard(getattr(model, "params", model), plan)
+        # Ranks have unequal numbers of rows.
+        batch = tree.map(lambda x: x.tensor_split([2] if mesh.size == 2 else [])[mesh.rank], whole)
+        samples = dict(tree.paths(fs.func.per_sample_grad(loss, plan)(params, batch)))
+        norms = sum(g.reshape(len(g), -1).square().sum(1) for g in samples.values()).sqrt()  # type: ignore[union-attr]
+        limit = 0.7 * norms.median().item()
+        limit = fs.collectives.pmax(torch.tensor(limit), "shard", mesh=mesh).item()
+        factor = (limit / norms).clamp(max=1)
+        mine = {path: torch.tensordot(factor, g, 1) for path, g in samples.items()}
+        want = {path: fs.collectives.psum(g, "shard", mesh=mesh) for path, g in mine.items()}
+        out = []
+        for microbatch in (None, 2):
+            clipped = fs.func.clipped_grad(loss, plan, limit, microbatch=microbatch)
+            total, found = clipped(params, batch)
+            got = dict(tree.paths(fs.unshard(total, plan)))
+            out += [f"norms {microbatch}"] * (not torch.allclose(found, norms, rtol=1e-10, atol=0))
+            for path, leaf in want.items():
+                error = (got[path] - leaf).abs().max() / leaf.abs().max()
+                out += [f"{path} {microbatch}: {error:.1e}"] * (not error <= 1e-10)
+            seen = {call.path for calls in clipped.known.values() for call in calls}
+            out += [f"caught {seen}"] * (seen != caught)
+        return out
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_equal_to_gradients_of_samples(name: str) -> None:
+    assert not both(name)
+
+
+def of_two() -> list[str]:
+    """On a rank: the same, on more ranks."""
+    return both("words") + both("layers")
+
+
+def test_equal_on_two_ranks(pool: Any) -> None:
+    assert not sum(pool(2).run(of_two), [])
+
+
+class Largest(TorchDispatchMode):
+    """The most elements of any result, and those of each shape."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.most = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for leaf in tree.leaves(out):
+            if isinstance(leaf, Tensor):
+                self.most = max(self.most, leaf.untyped_storage().nbytes() // leaf.element_size())
+        return out
+
+
+def test_no_gradient_of_a_sample_by_a_large_weight_is_made() -> None:
+    wide, rows = 64, 24
+    torch.manual_seed(0)
+    model = fs.split(nn.Sequential(nn.Embedding(wide, wide), nn.LayerNorm(wide), nn.Linear(wide, wide), nn.Flatten()))
+    plan = fs.make_plan(model, fs.make_mesh((1,), ("shard",)), [(r".*", fs.fsdp("shard"))])
+    params, x = fs.shard(model.params, plan), torch.randint(wide, (rows, 3))
+
+    def loss(p: Any, x: Tensor) -> Any:
+        return model.apply(p, x).square().mean()
+
+    most = []
+    for call in (fs.func.clipped_grad(loss, plan, 1.0), fs.func.per_sample_grad(loss, plan)):
+        with Largest() as largest:
+            call(params, x)
+        most.append(largest.most)
+    whole = sum(leaf.numel() for _, leaf in tree.paths(model.params))
+    assert most[0] <= whole + 64 and most[1] >= rows * wide * wide
+
+
+def test_what_a_rank_lacks_is_told_before_anything_is_gathered() -> None:
+    def on_rank() -> list[str]:
+        model, loss, batch = perceptron(layers)
+        said = []
+        with fs.make_mesh((-1,), ("shard",)) as mesh:
+            plan = fs.make_plan(model, mesh, [(r".*", fs.fsdp("shard"))])
+            params = fs.shard(model, plan)
+            for tool in (fs.func.clipped_grad(loss, plan, 1.0), fs.func.per_sample_grad(loss, plan)):
+                for wrong in ({"a": 3}, params):
+                    try:
+                        tool(wrong if mesh.rank else params, batch if wrong != params or not mesh.rank else batch[:0])
+                    except fs.errors.ShardError as error:
+                        said.append(f"{type(error).__name__}: {error}")
+        return said
+
+    first, second = fs.virtual_mesh((2,), ("any",)).run(on_rank)
+    assert [text.split(":")[0] for text in second] == ["TreeError", "BatchError"] * 2
+    assert [text.split(":")[0] for text in first] == ["PeerError"] * 4
