@@ -254,6 +254,9 @@ class ProcessTransport:
         for ranks in parts:
             if ranks not in linked:
                 group = self._group(ranks, backend) or group
+        if len(linked) < len(parts) and self.backend != "fake":
+            # gloo connects ranks one by one: whoever failed now would close what others are still connecting.
+            exchange(self._meeting(role), torch.tensor([True], device="cpu"))
         mine = next(sorted(ranks) for ranks in parts if self.mesh.rank in ranks)
         told = [self.mesh.members[rank] for rank in mine]
         if links is not None:
