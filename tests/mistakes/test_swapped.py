@@ -21,6 +21,7 @@ HERE = Path(__file__).parent
 CALLS: dict[str, Callable[[], tuple[Any, ...]]] = {
     "abstract_mesh": lambda: ((2,), ("shard",)),
     "averaged": lambda: (st(), "ema"),
+    "chunked_cross_entropy": lambda: (torch.ones(6, 4), torch.ones(9, 4), torch.zeros(6, dtype=torch.int64)),
     "func.cg": lambda: (loss, st().params, PLAN),
     "func.clipped_grad": lambda: (loss, PLAN, 1.0),
     "func.differentiable": lambda: (optim.sgd(0.1), PLAN),
@@ -126,6 +127,7 @@ CALLS: dict[str, Callable[[], tuple[Any, ...]]] = {
 
 TEXT = {"encode": list, "decode": str, "eos": 0}
 OPTIONS: dict[str, Any] = {
+    "chunked_cross_entropy": {"chunks": 2},
     "lora.linear": {"alpha": 1.0},
     "train_loop": {"steps": 1},
     "generation.harness": TEXT,

@@ -250,13 +250,7 @@ class ProcessTransport:
             # Without names of axes: ranks of two meshes can then exchange messages and report how the meshes differ.
             announce(self._meeting(role), f"making the communicator {role} of {parts}")
         links, linked = self._connect(parts) if backend == "gloo" and self.shared_memory else (None, set())
-        group: Any = None
-        for ranks in parts:
-            if ranks not in linked:
-                group = self._group(ranks, backend) or group
-        if len(linked) < len(parts) and self.backend != "fake":
-            # gloo connects ranks one by one: whoever failed now would close what others are still connecting.
-            exchange(self._meeting(role), torch.tensor([True], device="cpu"))
+        group = self._joined(role, backend, [ranks for ranks in parts if ranks not in linked])
         mine = next(sorted(ranks) for ranks in parts if self.mesh.rank in ranks)
         told = [self.mesh.members[rank] for rank in mine]
         if links is not None:
@@ -265,6 +259,14 @@ class ProcessTransport:
             kernel_of(self.mesh.device)  # compiled and compared now, not inside of a step
             return NcclCommunicator(name, size, group, make_stream(self.mesh.device), self._name(group))
         return GlooCommunicator(name, size, group, self.watchdog, told, fatal, self._name(group))
+
+    def _joined(self, role: str, backend: str, parts: Sequence[tuple[int, ...]]) -> Any:
+        """The process group of this rank, of those of some parts; None if it is in none. All ranks make all of them."""
+        made = [self._group(ranks, backend) for ranks in parts]
+        if made and self.backend != "fake":
+            # gloo connects ranks one by one: whoever failed now would close what others are still connecting.
+            exchange(self._meeting(role), torch.tensor([True], device="cpu"))
+        return next((group for group in made if group is not None), None)
 
     def _meeting(self, role: str) -> Communicator:
         """The communicator on which ranks meet to make another one.
