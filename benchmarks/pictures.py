@@ -1,4 +1,4 @@
-"""Draw the ratios to FSDP2 of ``results/*.json`` as bars: ``docs/pictures/peers.png``. Needs matplotlib."""
+"""Draw the ratios to FSDP2 of ``results/peers/*.json`` as bars: ``docs/pictures/peers.png``. Needs matplotlib."""
 
 import argparse
 import json
@@ -70,7 +70,7 @@ def draw(panels: dict[str, dict[str, Bar]], target: Path) -> None:
 def main() -> int:
     """Read, draw."""
     cli = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    cli.add_argument("--results", type=Path, default=RESULTS, help="folder of the JSON")
+    cli.add_argument("--results", type=Path, default=RESULTS / "peers", help="folder of the JSON")
     cli.add_argument("--out", type=Path, default=PICTURE, help="the picture")
     args = cli.parse_args()
     panels = collect(args.results)
