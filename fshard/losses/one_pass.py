@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from fshard import collectives
 from fshard.collectives.scope import resolve
@@ -40,7 +41,7 @@ class ChunkedHead:
 
     def again(self, hiddens: Parts, weights: Parts, bias: Tensor | None, labels: Tensor) -> Tensor:
         """The loss of each row; every derivative computes the logits of a chunk again."""
-        dual = forward_ad_level() >= 0 and functorch.peek_interpreter_stack() is None  # remat has no rule for these
+        dual = _dual([*hiddens, *weights, *([] if bias is None else [bias])])  # remat has no rule for these
         rows = self.loss.losses if dual else remat(self.loss.losses)
         size = self.rows(labels)
         cut = [torch.split(each, size) for each in (*hiddens, labels)]
@@ -57,7 +58,7 @@ class ChunkedHead:
         In float16 they would overflow or vanish before the scale of the loss reached them. Inside of ``fs.shard_map``
         every value is varying, so the gradient of each rank's loss has parts of all ranks.
         """
-        plain = functorch.peek_interpreter_stack() is None and forward_ad_level() < 0
+        plain = functorch.peek_interpreter_stack() is None and not _dual(tensors)
         axis = self.loss.axis
         varying = axis is not None and resolve(axis, self.loss.mesh).implicit
         return plain and not varying and all(each.dtype != torch.float16 for each in tensors)
@@ -138,6 +139,14 @@ class HeadGradients:
             rows = [None if each is None else collectives.psum(each, loss.axis, mesh=loss.mesh) for each in rows]
         sums = zip(self.summed, tensors[self.count :], strict=True)
         return [*rows, *(None if each is None else each.to(tensor.dtype) for each, tensor in sums)]
+
+
+def _dual(tensors: Parts) -> bool:
+    """Tell whether any has a tangent of plain autograd. On played ranks a level is open that has none."""
+    if forward_ad_level() < 0 or functorch.peek_interpreter_stack() is not None:
+        return False
+    unpacked = [forward_ad.unpack_dual(each) for each in tensors]  # type: ignore[no-untyped-call]
+    return any(each.tangent is not None for each in unpacked)
 
 
 def _again(ctx: Any, scale: Tensor) -> list[Tensor | None]:

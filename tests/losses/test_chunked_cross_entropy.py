@@ -180,6 +180,20 @@ def test_vocabulary_that_an_axis_cuts(options: dict[str, Any]) -> None:
     mesh.run(rank)
 
 
+def test_no_logits_are_kept_on_played_ranks() -> None:
+    """Forward-mode differentiation has a level there, without tangents."""
+    mesh = fs.virtual_mesh((2,), ("tp",))
+
+    def rank() -> list[list[int]]:
+        hidden, weight = torch.randn(40, 4, requires_grad=True), torch.randn(29, 4, requires_grad=True)
+        kept: list[list[int]] = []
+        with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append([*x.shape]) or x, lambda x: x):
+            fs.chunked_cross_entropy(hidden, weight, torch.arange(40), chunks=8, axis="tp", mesh=mesh)
+        return [shape for shape in kept if shape[-1:] == [29]]
+
+    assert mesh.run(rank) == [[], []]
+
+
 def test_vocabulary_inside_of_a_shard_map() -> None:
     hidden, weight, _, labels = problem(classes=10)
     specs = (fs.P(), fs.P("tp"), fs.P())
