@@ -1,7 +1,7 @@
 """The runner of a train step whose model is cut into stages."""
 
 import functools
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -185,13 +185,8 @@ class PipelineRunner(Runner):
 
     def _communicators(self, planned: PlannedStep) -> tuple[tuple[str, Axes], ...]:
         """The communicators of this rank."""
-        programs, whole = self.programs, self.plan.whole
-        assert whole is not None and whole.stages is not None
-        axis, position = (whole.stages.axis,), self.position
-        needed = communicators(self.plan, programs.comms.secondary, planned.staged.trace.axes)
-        needed += [(f"{MAIL} {lane}", axis) for lane in planned.lanes if position in lane[:2]]
-        needed += [(role, axis) for held in shared_by(whole) if position in held for role in [role_of(held)]]
-        return tuple(needed)
+        secondary, axes = self.programs.comms.secondary, planned.staged.trace.axes
+        return staged_communicators(self.plan, self.position, planned.lanes, secondary, axes)
 
     def planned(self, part: Any) -> PlannedStep:
         """The schedules of all positions for microbatches like this one."""
@@ -280,3 +275,24 @@ class PipelineRunner(Runner):
                 return step.passes.run_stages(engine, executor, parts, given.loss_scale, given.shield.opened)
         except Mispredicted as reason:  # other ranks run a schedule, so this one cannot gather on demand
             raise staged_refusals.left_its_schedule(reason) from None
+
+
+def staged_communicators(
+    plan: Plan, position: int, lanes: Sequence[Lane], secondary: Axes, axes: Sequence[Axes]
+) -> tuple[tuple[str, Axes], ...]:
+    """The communicators of a rank of a pipeline, by role and axes.
+
+    Args:
+        plan: of what the rank holds.
+        position: its position on the axis of stages.
+        lanes: the ways of messages between stages.
+        secondary: the axes over which groups stay sharded between their uses.
+        axes: those of the collectives that the program itself calls.
+    """
+    whole = plan.whole
+    assert whole is not None and whole.stages is not None
+    axis = (whole.stages.axis,)
+    needed = communicators(plan, secondary, axes)
+    needed += [(f"{MAIL} {lane}", axis) for lane in lanes if position in lane[:2]]
+    needed += [(role, axis) for held in shared_by(whole) if position in held for role in [role_of(held)]]
+    return tuple(needed)

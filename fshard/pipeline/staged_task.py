@@ -5,14 +5,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from fshard.pipeline.joint_schedules import joint_schedules
-from fshard.pipeline.pipeline_runner import PipelineRunner
+from fshard.pipeline.pipeline_runner import PipelineRunner, staged_communicators
 from fshard.pipeline.pipeline_trace import PipelineSchedules
 from fshard.pipeline.rank_program import RankProgram
 from fshard.pipeline.stage_needs import StageNeeds, stage_needs
-from fshard.pipeline.stage_sums import role_of, shared_by
 from fshard.pipeline.staged_trace import StagedProgram, trace_stages
 from fshard.schedule.footprint import Footprint, footprint
-from fshard.schedule.infos import communicators
 from fshard.schedule.ops import GroupInfo
 from fshard.schedule.policy import Policy
 from fshard.sharding.plan import Plan
@@ -73,11 +71,9 @@ class StagedTask:
         Raises:
             PlanError, ScheduleError: the stages cannot run in that order.
         """
-        programs, whole = self.runner.programs, self.runner.plan.whole
-        assert whole is not None
+        programs = self.runner.programs
         order = self.runner.order(policy, programs.accumulate)
         ranks, schedules, lanes = joint_schedules(self.staged, self.known, order, policy, programs.train)
-        shared = shared_by(whole)
         found = []
         for position, (rank, schedule) in enumerate(zip(ranks, schedules, strict=True)):
             plan, parted = self.known[position][0], any(action.kind == "I" for action in order.ranks[position])
@@ -85,9 +81,7 @@ class StagedTask:
                 given = self.runner.finder.fn, self.staged, rank, plan, self.part, programs.train, programs.remat
                 self.measured[position, parted] = stage_needs(*given)
             needs = self.measured[position, parted]
-            joined = len(communicators(plan, policy.secondary, self.staged.trace.axes))
-            joined += sum(position in lane[:2] for lane in lanes)
-            joined += len({role_of(held) for held in shared if position in held})
+            joined = staged_communicators(plan, position, lanes, policy.secondary, self.staged.trace.axes)
             held = footprint(schedule, needs.needs, programs.direct)
-            found.append(PositionForecast(rank, needs, held, joined, needs.flops))
+            found.append(PositionForecast(rank, needs, held, len(joined), needs.flops))
         return PipelineSchedules(order, tuple(schedules)), tuple(found)

@@ -18,7 +18,7 @@ Events = Iterable[Event | None]
 Sizes = list[int] | None
 
 CLOSED = "the mesh was closed, by mesh.close() or at the end of its `with`: make steps and call them before that"
-"""What communicators of a closed mesh say."""
+"""The error of communicators of a closed mesh."""
 
 
 class Handle(Protocol):
