@@ -9,9 +9,11 @@ from fshard.foresight.foresee import Progress, for_gpus, sizes, state_bytes
 from fshard.foresight.hardware import Hardware
 from fshard.foresight.jobs import Job
 from fshard.optim.contract import contract
+from fshard.pipeline.named_orders import fitting_orders
 from fshard.pipeline.pipeline_simulation import PipelineSimulation, simulate_together
 from fshard.pipeline.pipeline_step import PipelineStep
 from fshard.pipeline.pipeline_trace import PipelineSchedules
+from fshard.pipeline.staged_choice import policies
 from fshard.pipeline.staged_task import PositionForecast, StagedTask
 from fshard.pipeline.stages import Stages
 from fshard.runtime.execution.update_memory import update_needs
@@ -20,8 +22,8 @@ from fshard.schedule.policy import Policy
 from fshard.sharding.mesh import Mesh
 from fshard.sharding.plan import Plan
 
-CUTS = ((1, "loop", ("1f1b", "gpipe", "zb_h1")), (2, "loop", ("interleaved",)), (2, "v", ("zbv", "dualpipev")))
-"""Chunks of a rank, how they lie, and the orders that run them."""
+CUTS = ((1, "loop"), (2, "loop"), (2, "v"))
+"""Chunks of a rank that are tried, and how they lie."""
 
 
 @dataclass(frozen=True)
@@ -130,7 +132,7 @@ def foresee_stages(
         except (PlanError, BatchError) as error:
             refused |= dict[str, Exception].fromkeys(orders, error)
             continue
-        for policy in _policies(orders):
+        for policy in policies(orders):
             try:
                 option, flops = _option(task, step, stages, policy, hardware)
             except (PlanError, ScheduleError) as error:
@@ -151,21 +153,11 @@ def foresee_stages(
     return StagedForesight(mesh, known, options, told, *numbers, job.words)
 
 
-def _cuts(given: Stages) -> Iterator[tuple[Stages, tuple[str, ...]]]:
+def _cuts(given: Stages) -> Iterator[tuple[Stages, list[str]]]:
     """The cuts that are tried, and the orders of each."""
-    for chunks, placement, orders in CUTS:
-        if given.cut == "balanced" and given.chunks == 1:
-            yield replace(given, chunks=chunks, placement=placement), orders
-        elif (given.chunks, given.placement) == (chunks, placement) or given.chunks > 2 and orders == ("interleaved",):
-            yield given, orders
-
-
-def _policies(orders: Sequence[str]) -> Iterator[Policy]:
-    """The policies that are tried with the orders of a cut."""
-    for order in orders:
-        for accumulation in ("sharded", "full"):
-            for reshard in (True, False):
-                yield Policy(pipeline=order, accumulation=accumulation, reshard=reshard)
+    free = given.cut == "balanced" and given.chunks == 1
+    for chunks, placement in CUTS if free else [(given.chunks, given.placement)]:
+        yield replace(given, chunks=chunks, placement=placement), fitting_orders(chunks, placement)
 
 
 def _option(
@@ -190,7 +182,7 @@ def _option(
         for state, one in zip(states, found, strict=True)
     ]
     simulation = simulate_together(schedules.ranks, costs.only({op.kind for one in schedules.ranks for op in one}))
-    flops = sum(one.flops for one in found) * task.runner.programs.accumulate
+    flops = sum(one.flops for one in found) * task.programs.accumulate
     return StagedOption(stages, policy, schedules, simulation, tuple(held), tuple(states)), flops
 
 

@@ -46,7 +46,8 @@ class PipelineStep(TrainStep):
         assert plan.stages is not None
         rule = contract(opt)
         order = functools.partial(order_of, plan.stages)
-        check_running(options.running, order(given_policy(options.running.policy), options.accumulate))
+        if isinstance(options.running.policy, Policy):
+            check_running(options.running, order(options.running.policy, options.accumulate))
         programs = programs_of(plan.own, options, rule)
 
         def infos(own: Plan) -> tuple[GroupInfo, ...]:
@@ -72,8 +73,9 @@ class PipelineStep(TrainStep):
         Raises:
             PlanError, BatchError: as ``trace``.
         """
-        with bind(self._staged.plan.mesh, self._staged.plan.data_axes):
-            return StagedTask.of(self._staged, batch)
+        runner = self._staged
+        with bind(runner.plan.mesh, runner.plan.data_axes):
+            return runner.task(runner.cut_batch(batch)[0])
 
     @property
     def schedules(self) -> PipelineSchedules:
@@ -95,7 +97,6 @@ class PipelineEvalStep(EvalStep):
 
     def __init__(self, fn: Callable[..., Any], plan: Plan, running: RunOptions, precision: Precision | None) -> None:
         assert plan.stages is not None
-        given_policy(running.policy)
         super().__init__(fn, plan.own, running, precision)
         secondary = secondary_of(running.policy)
         infos = functools.partial(group_infos, secondary=secondary)
@@ -170,19 +171,6 @@ def check_running(running: RunOptions, order: PipelineOrder) -> None:
             f"compile={running.compile!r} with pipeline={order.name!r}: a compiled unit computes the gradients of its "
             f'inputs and of its leaves together; give pipeline="1f1b" or "interleaved", or leave compile= out'
         )
-
-
-def given_policy(policy: Policy | Auto) -> Policy:
-    """The policy, which stages do not choose.
-
-    Raises:
-        PlanError: it is to be chosen.
-    """
-    if isinstance(policy, Auto):
-        raise PlanError(
-            'schedule="auto" does not choose schedules of stages yet: give schedule=fs.Policy(pipeline="1f1b")'
-        )
-    return policy
 
 
 def secondary_of(policy: Policy | Auto) -> Axes:
