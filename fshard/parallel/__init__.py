@@ -6,14 +6,17 @@ vocabulary         ``column_rule``               ``vocab_embedding``, ``vocab_cr
 sequence parallel  leaves whole along the axis   ``rms_norm``, ``layer_norm``, ``shared``, ``split_sequence``
 expert parallel    ``expert_rule``               ``route``, ``moe``, ``grouped_linear``, ``load_balance_loss``
 context parallel   one or two more data axes     ``ring_attention``, ``ulysses_attention``, ``zigzag_slice``
+Hugging Face       the same                      ``register_attention``, ``context_batch``
 ================== ============================= ==========================================================
 
 The axis of the first three is *not* named in ``batch=``: its ranks work on the same rows and return the same loss. The
 axes of experts and of the context are data axes: each of their ranks has its own tokens.
 """
 
+from fshard.parallel.context_batch import context_batch
 from fshard.parallel.document_ids import document_ids
 from fshard.parallel.experts import Dispatched, combine, dispatch, grouped_linear, moe
+from fshard.parallel.hf_attention import register_attention
 from fshard.parallel.layer_rules import column_rule, expert_rule, megatron_rules, row_rule
 from fshard.parallel.linear_layers import column_linear, local_heads, row_linear
 from fshard.parallel.ring import ring_attention
@@ -29,6 +32,7 @@ __all__ = [
     "column_linear",
     "column_rule",
     "combine",
+    "context_batch",
     "dispatch",
     "document_ids",
     "expert_rule",
@@ -40,6 +44,7 @@ __all__ = [
     "megatron_rules",
     "moe",
     "padded",
+    "register_attention",
     "ring_attention",
     "rms_norm",
     "route",

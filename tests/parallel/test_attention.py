@@ -132,7 +132,7 @@ def test_memory_of_the_ring_is_linear_in_the_tokens(kernel: AttentionKernel, mas
     if masked and not kernel.masks:
         return
     tile = 1 << 26 if masked or kernel.whole else 0
-    for tokens in (1 << 15, 1 << 16, 1 << 17):
+    for tokens in (1 << 15, 1 << 17):
         each = 4 * 8 * 64 * tokens // 8  # the gradients of the queries, in float32
         assert largest(tokens, kernel, masked) <= max(tile, each), tokens
 
