@@ -6,7 +6,6 @@ symmetric, and the pullback of a pullback is the pushforward.
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -21,14 +20,20 @@ from fshard.errors import PlanError
 from fshard.model.missing import explained
 from fshard.model.random import fold_in
 from fshard.runtime.comm import collective_call, telling
+from fshard.runtime.steps import Runner
 from fshard.runtime.steps.batch_rows import BatchRows
+from fshard.runtime.steps.step_options import RunOptions, read_running
+from fshard.schedule.auto import Auto
+from fshard.schedule.policy import Policy
 from fshard.sharding.plan import Plan
 from fshard.state.equal import Equal
+from fshard.training.latest import OneFunction
 from fshard.transform import tree_vectors
 from fshard.transform.gather import gather_some
 from fshard.transform.linearized import LinearMap, keeps, met, own_storage, plain_attention
 from fshard.transform.meeting import meeting
 from fshard.transform.product_modes import Flat, ProductModes, direction_of
+from fshard.transform.scheduled_products import ProductSchedules, check_arguments
 from fshard.transform.sharded_loss import GatheredLoss, LossFn, ShardedLoss, check_loss, sharded_loss
 from fshard.transform.tree_vectors import split_trainable, zero_filled
 
@@ -76,16 +81,28 @@ def jvp(
     return along
 
 
-@dataclass(frozen=True)
-class HessianProduct:
+class HessianProduct(OneFunction):
     """``product(params, v, batch)``. Made by ``fs.func.hvp``.
 
     Attributes:
         loss: the global mean loss as a function of shards.
+        plan: the plan.
+
+    >>> import fshard as fs
+    >>> mesh, w = fs.make_mesh((1,), ("data",)), torch.tensor([[1.0, 2.0], [3.0, 4.0]])
+    >>> plan = fs.make_plan({"w": w}, mesh, [(".*", fs.fsdp("data"))])
+    >>> product = fs.func.hvp(lambda params, batch: (params["w"] * batch).square().sum() / 2, plan)
+    >>> _ = product({"w": torch.zeros(4)}, {"w": torch.ones(4)}, torch.tensor([[1.0, 2.0]]))
+    >>> product.record == product.schedule.ops
+    True
     """
 
-    loss: ShardedLoss
-    modes: ProductModes = field(default_factory=ProductModes, repr=False)
+    def __init__(self, loss: ShardedLoss, running: RunOptions) -> None:
+        self.loss, self.running, self.modes = loss, running, ProductModes()
+        self._schedules, self._unscheduled = ProductSchedules(loss, running), ""
+
+    def __repr__(self) -> str:
+        return f"<Hessian-vector product of {getattr(self.loss.loss_fn, '__name__', 'a function')}>"
 
     @property
     def plan(self) -> Plan:
@@ -94,8 +111,18 @@ class HessianProduct:
 
     @property
     def reshard(self) -> bool:
-        """True where units are gathered, and computed, again in each pass."""
+        """True where units are gathered again in each pass."""
         return self.loss.reshard
+
+    @property
+    def _runner(self) -> Runner:  # type: ignore[override]
+        found = self._schedules.here
+        if self._unscheduled or found is None:
+            reason = self._unscheduled or "parameters lie in host memory, or a leaf is named like another one's tangent"
+            raise PlanError(
+                f"no schedule: the latest product was gathered where its units run, as transforms are, since {reason}"
+            )
+        return found.runner
 
     @collective_call
     def __call__(self, params: Any, v: Any, batch: Any) -> dict[str, Any]:
@@ -105,6 +132,10 @@ class HessianProduct:
             TreeError, BatchError, LossError: arguments or results that do not fit, alike on all ranks.
             PeerError: the loss function raised on another rank.
         """
+        check_arguments(self.plan, params, v, batch)
+        scheduled, self._unscheduled = self._schedules.find(params, v, batch)
+        if scheduled is not None:
+            return scheduled(params, v, batch)
         if not self.reshard:
             return self._kept(params, v, batch)
         trained, rest, direction = _split(self.plan, params, v)
@@ -170,7 +201,9 @@ class HessianProduct:
         return value
 
 
-def hvp(loss_fn: LossFn, plan: Plan, *, reshard: bool | None = None) -> HessianProduct:
+def hvp(
+    loss_fn: LossFn, plan: Plan, *, reshard: bool | None = None, schedule: Policy | Auto | str | None = None
+) -> HessianProduct:
     """The Hessian of the global mean loss times a vector: ``hvp(loss_fn, plan)(params, v, batch)``.
 
     Forward over reverse (Pearlmutter, "Fast exact multiplication by the Hessian", 1994) takes about the time of two
@@ -202,7 +235,8 @@ def hvp(loss_fn: LossFn, plan: Plan, *, reshard: bool | None = None) -> HessianP
     >>> hessian({"w": torch.ones(4)}), product.reshard
     ({'w': tensor([1., 4., 1., 4.])}, False)
     """
-    return HessianProduct(_loss(loss_fn, plan, reshard))
+    loss = _loss(loss_fn, plan, _resharded(reshard, schedule))
+    return HessianProduct(loss, read_running(Policy(reshard=loss.reshard) if schedule is None else schedule, False))
 
 
 def hessian_trace_samples(
@@ -253,6 +287,18 @@ def _loss(loss_fn: LossFn, plan: Plan, reshard: bool | None) -> ShardedLoss:
     check_loss(loss_fn, plan)
     expect("(loss_fn, plan, reshard=)", [("reshard", reshard, (bool, type(None)), "True, False or None")])
     return sharded_loss(loss_fn, plan, reshard=not keeps(plan) if reshard is None else reshard)
+
+
+def _resharded(reshard: bool | None, schedule: Any) -> bool | None:
+    """Whether transforms gather again, where a schedule does."""
+    if schedule is None:
+        return reshard
+    if reshard is not None:
+        raise PlanError(
+            f"hvp(reshard={reshard!r}, schedule={schedule!r}): a schedule says itself what it keeps: give one of them"
+        )
+    policy = read_running(schedule, False).policy
+    return isinstance(policy, Auto) or policy.reshard is not False
 
 
 def _split(plan: Plan, params: Any, v: Any) -> tuple[Flat, Flat, Flat]:
