@@ -113,6 +113,11 @@ def forward_parts(x: torch.Tensor, level: int) -> tuple[torch.Tensor, torch.Tens
     return primal, None if tangent._is_zerotensor() else tangent
 
 
+def vmap_size(level: Any) -> int:
+    """Return the size of the batch of a ``vmap`` on the stack of transforms."""
+    return int(functorch.CVmapInterpreterPtr(level).batchSize())
+
+
 def below_transform() -> AbstractContextManager[Any]:
     """Return a context that leaves the innermost transform of ``torch.func``."""
     pyfunctorch = import_module("torch._functorch.pyfunctorch")

@@ -40,7 +40,7 @@ from fshard.state.settle import complete
 from fshard.state.train_state import TrainState
 from fshard.training.latest import OneFunction
 from fshard.training.metrics import combine_aux
-from fshard.transform.product_modes import under_way
+from fshard.transform.active_transforms import under_way
 from fshard.transform.sharded_loss import LossFn, ShardedLoss
 from fshard.transform.tree_vectors import split_trainable, zero_filled
 

@@ -16,9 +16,11 @@ from torch.func import jvp
 from torch.utils.dlpack import from_dlpack
 
 from fshard import tree
+from fshard.errors import UnitError
 from fshard.model.casting import Casting
 from fshard.model.unit import Slot, Unit, attach, slot_of
 from fshard.runtime.engine.proxies import METADATA, PLACE
+from fshard.runtime.memory.slots import storage_of
 from fshard.torch_internals import (
     DisableFuncTorch,
     DisableTorchFunctionSubclass,
@@ -130,6 +132,12 @@ class DualFunction:
 
         moving: Any = jvp(of, tuple([tensors[i] for i in moved]), tuple(moved.values()), has_aux=True)
         found, along, others = moving
+        held = {storage_of(x) for x in tensors[: len(frame.trained)]}
+        if any(storage_of(out) in held for out in found):
+            raise UnitError(
+                f"an output of unit {self.__name__} is a view of one of its parameters, whose memory will hold another "
+                f"unit's weights: return a copy (.clone()), or read the parameter where it is used"
+            )
         return found, along, others
 
 

@@ -4,12 +4,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from fshard.model.missing import NO_FORWARD, explained
 from fshard.sharding.plan import Plan
-from fshard.torch_internals import DisableTorchFunctionSubclass, forward_ad_level, peek_interpreter_stack
 
 Flat = dict[str, Tensor]
 
@@ -43,15 +41,3 @@ def direction_of(plan: Plan, trained: Flat, v: Any) -> Flat:
     """The direction of the differentiated leaves."""
     direction = plan.check_tree(v, whole=False, what="v")
     return {path: direction[path].contiguous() for path in trained}
-
-
-def under_way(tensors: list[Tensor]) -> bool:
-    """Tell whether a transform runs, or autograd records operations on these tensors."""
-    if peek_interpreter_stack() is not None:
-        return True
-    with DisableTorchFunctionSubclass():  # leaves of a step under way answer in Python, each time
-        if torch.is_grad_enabled() and any([tensor.requires_grad for tensor in tensors]):
-            return True
-    level = forward_ad_level()
-    unpack: Any = torch.autograd.forward_ad.unpack_dual
-    return level >= 0 and any(unpack(tensor).tangent is not None for tensor in tensors)

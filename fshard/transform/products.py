@@ -143,7 +143,7 @@ class HessianProduct(OneFunction):
 
     def _kept(self, params: Any, v: Any, batch: Any) -> dict[str, Any]:
         """The product of gathered leaves: of the two gradients that it makes, only its own is added up over ranks."""
-        plan, ranks = self.plan, meeting(self.plan.mesh, batch, BatchRows())
+        plan, ranks = self.plan, meeting(self.plan.mesh, batch, BatchRows(), params)
         trained, rest = met(ranks, plan, params, batch, Equal(plan, {"tool": "hvp"}), v)
         loss = GatheredLoss(self.loss.loss_fn, plan, False, False, False)
         with cutting(plan.mesh):
@@ -206,18 +206,19 @@ def hvp(
 ) -> HessianProduct:
     """The Hessian of the global mean loss times a vector: ``hvp(loss_fn, plan)(params, v, batch)``.
 
-    Forward over reverse (Pearlmutter, "Fast exact multiplication by the Hessian", 1994) takes about the time of two
-    gradients. From the first call that finds an operator of the gradient without forward derivative, it is reverse
-    over reverse. For many products at one point, ``hvp(loss_fn, plan).linearize(params, batch)`` is a function of ``v``
-    that computes the gradient once.
+    The gradient of the loss's derivative along ``v``, which is computed by forward differentiation (Pearlmutter, "Fast
+    exact multiplication by the Hessian", 1994): about the time of three gradients, on a schedule as a train step. Where
+    an operator has no forward derivative, it is reverse over reverse. For many products at one point,
+    ``hvp(loss_fn, plan).linearize(params, batch)`` is a function of ``v`` that computes the gradient once.
 
     Args:
         loss_fn: as for ``fs.make_train_step``, without aux.
         plan: the plan.
-        reshard: gather a unit's parameters where it runs, in each pass, and compute the unit again, as
-            ``fs.func.sharded_loss`` does. False gathers all parameters once, and holds them, their direction and their
-            gradients whole. None chooses False for models whose parameters take up to 128 MiB; the attribute
-            ``reshard`` of the function tells the choice. Products are equal, up to the order of float sums.
+        reshard: free a unit's parameters and their tangents after its forward, and gather them again for its backward.
+            False keeps them. None chooses False for models whose parameters take up to 128 MiB; the attribute
+            ``reshard`` of the function tells the choice, and so does its ``schedule``. Products are equal, up to the
+            order of float sums. Where a product has no schedule, True gathers and computes units again in each pass.
+        schedule: as for ``fs.make_train_step``, in the place of ``reshard``: a policy, or ``fs.Auto(memory=...)``.
 
     Returns:
         The function. ``v`` and the product are trees of shards like ``params``, zero for frozen leaves.
@@ -234,6 +235,8 @@ def hvp(
     >>> hessian = product.linearize({"w": torch.zeros(4)}, torch.tensor([[1.0, 2.0]]))
     >>> hessian({"w": torch.ones(4)}), product.reshard
     ({'w': tensor([1., 4., 1., 4.])}, False)
+    >>> product.schedule.policy.reshard
+    False
     """
     loss = _loss(loss_fn, plan, _resharded(reshard, schedule))
     return HessianProduct(loss, read_running(Policy(reshard=loss.reshard) if schedule is None else schedule, False))

@@ -21,16 +21,17 @@ from fshard.model.unit import Unit
 from fshard.runtime.comm.call_site import in_program
 from fshard.runtime.engine import Mean, read_loss
 from fshard.runtime.engine.batch import check_device, signature
-from fshard.runtime.execution import Shard, Shards, held_back
+from fshard.runtime.execution import ProgramTrace, Shard, Shards, held_back
 from fshard.runtime.steps import Outcome, Runner, StepRequest, make_programs
 from fshard.runtime.steps.step_options import RunOptions
+from fshard.schedule.auto import Auto
 from fshard.sharding.plan import Plan
 from fshard.state.equal import Equal
 from fshard.state.flat import Flat, flat_of, form_of
 from fshard.torch_internals import DispatchModeKey, dispatch_mode
+from fshard.transform.active_transforms import under_way
 from fshard.transform.dual_units import DualUnits
 from fshard.transform.linearized import plain_attention
-from fshard.transform.product_modes import under_way
 from fshard.transform.sharded_loss import ShardedLoss
 from fshard.transform.tangent_plan import pairs, with_tangents
 
@@ -105,7 +106,20 @@ class ScheduledProduct:
             if isinstance(error, ShardError | RuntimeError):
                 self._problems[key] = problem
             return problem
-        return "" if found is not None else "the program depends on values of the batch's tensors"
+        if found is None:
+            return "the program depends on values of the batch's tensors"
+        self._problems[key] = ""
+        self._fits(found)
+        return ""
+
+    def _fits(self, found: ProgramTrace) -> None:
+        """Refuse a program that no schedule runs in the memory that there is, before anything is sent.
+
+        Raises:
+            PlanError: naming what takes the most.
+        """
+        if isinstance(self.programs.policy, Auto) and self.programs.policy.memory is not None:
+            self.programs.trace(found)
 
     def __call__(self, params: Any, v: Any, batch: Any) -> dict[str, Any]:
         """The product, of arguments that were checked."""
