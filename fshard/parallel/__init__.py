@@ -12,6 +12,7 @@ The axis of the first three is *not* named in ``batch=``: its ranks work on the 
 axes of experts and of the context are data axes: each of their ranks has its own tokens.
 """
 
+from fshard.parallel.document_ids import document_ids
 from fshard.parallel.experts import Dispatched, combine, dispatch, grouped_linear, moe
 from fshard.parallel.layer_rules import column_rule, expert_rule, megatron_rules, row_rule
 from fshard.parallel.linear_layers import column_linear, local_heads, row_linear
@@ -28,6 +29,7 @@ __all__ = [
     "column_rule",
     "combine",
     "dispatch",
+    "document_ids",
     "expert_rule",
     "grouped_linear",
     "join_sequence",

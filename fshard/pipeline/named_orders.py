@@ -187,6 +187,16 @@ def make_order(name: str, ranks: int, microbatches: int, chunks: int | None = No
     return PipelineOrder(name, tuple(homes), tuple(kept))
 
 
+def fitting_orders(chunks: int, placement: str) -> list[str]:
+    """The names of the orders of ranks with so many stages each, which lie in a loop or go forth and back, ``"v"``.
+
+    >>> fitting_orders(1, "loop"), fitting_orders(2, "v")
+    (['gpipe', '1f1b', 'zb_h1'], ['zbv', 'dualpipev'])
+    """
+    able = {name: its for name, its in ORDERS.items() if its.least <= chunks <= (its.most or chunks)}
+    return [name for name, its in able.items() if its.folded == (placement == "v")]
+
+
 def _lane(rules: OrderRules, sizes: PipelineSizes, homes: list[int], rank: int) -> list[Action]:
     """Play the phases of a rank."""
     stages = [stage for stage, home in enumerate(homes) if home == rank]

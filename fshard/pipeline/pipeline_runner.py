@@ -9,15 +9,15 @@ from torch import Tensor
 
 from fshard.pipeline import staged_refusals
 from fshard.pipeline.joint_schedules import joint_schedules
-from fshard.pipeline.mail import ROLE as MAIL
 from fshard.pipeline.mail import Mail, MailActions
-from fshard.pipeline.orders import PipelineOrder
 from fshard.pipeline.pipeline_trace import PipelineSchedules, PipelineTrace
 from fshard.pipeline.rank_program import Lane, RankProgram
 from fshard.pipeline.stage_engine import StageEngine
 from fshard.pipeline.stage_needs import StageNeeds, stage_needs
-from fshard.pipeline.stage_sums import StageSums, role_of, shared_by
+from fshard.pipeline.stage_sums import StageSums
+from fshard.pipeline.staged_choice import StagedOptions
 from fshard.pipeline.staged_passes import StagedPasses
+from fshard.pipeline.staged_task import OrderMaker, StagedTask, staged_communicators
 from fshard.pipeline.staged_trace import StagedProgram, trace_stages
 from fshard.runtime.comm.facts import Facts, digest
 from fshard.runtime.engine.batch import check_detached, check_device, check_even, microbatches, shapes, signature
@@ -25,20 +25,20 @@ from fshard.runtime.engine.proxies import Mispredicted
 from fshard.runtime.execution.executor import Scheduled
 from fshard.runtime.execution.observers import observers_of
 from fshard.runtime.execution.route import make_route
+from fshard.runtime.execution.trace_program import ProgramTrace
 from fshard.runtime.steps.consensus import Tally
+from fshard.runtime.steps.contests import Contest, opened
+from fshard.runtime.steps.measured_rates import common, given_rates, measured
 from fshard.runtime.steps.programs import Prepared, Programs
 from fshard.runtime.steps.rank_end import decline
 from fshard.runtime.steps.records import Agreed, Latest, PassResult, ProgramRun, Ready, StepRequest
 from fshard.runtime.steps.runner import Runner
 from fshard.runtime.steps.step_refusals import weighted_in_backward
-from fshard.schedule.infos import communicators
+from fshard.schedule.auto import Auto, Choice
 from fshard.schedule.ops import GroupInfo
 from fshard.schedule.policy import Policy
 from fshard.sharding.mesh import Axes
 from fshard.sharding.plan import Plan
-
-OrderMaker = Callable[[Policy, int], PipelineOrder]
-"""Gives the order of a pipeline, of a policy and the number of microbatches."""
 
 InfosMaker = Callable[[Plan], tuple[GroupInfo, ...]]
 """Gives what schedules know of the groups of a plan."""
@@ -99,8 +99,9 @@ class PipelineRunner(Runner):
     def __init__(self, fn: Any, programs: Programs, order: OrderMaker, infos: InfosMaker, call: str) -> None:
         super().__init__(fn, programs, call)
         self.order, self.infos = order, infos
+        self.cuts: dict[Hashable, StagedProgram] = {}
         self.plans: dict[Hashable, PlannedStep] = {}
-        self.staged: dict[Hashable, StagedStep] = {}
+        self.staged: dict[int, StagedStep] = {}  # by the id of the plan, which stays
         self.latest_step: StagedStep | None = None
         self._needs: dict[int, StageNeeds] = {}  # of ``plans``, which stay
 
@@ -113,19 +114,46 @@ class PipelineRunner(Runner):
             if programs.train:
                 check_detached(batch)
             parts = self.cut_batch(batch)
-            step = self.latest_step = self.look(parts[0])
-            if step.staged.trace.weighted and self.in_backward:
+            found = self.cut_program(parts[0]).trace
+            if found.weighted and self.in_backward:
                 raise weighted_in_backward()
-            if programs.train and not step.staged.trace.weighted:
+            if programs.train and not found.weighted:
                 check_even(batch, programs.accumulate)
+        except BaseException as error:
+            decline(programs.comms.control, self.call, batch, error)
+        if (auto := programs.undecided(found)) is not None:
+            self._choose_policy(found, auto, batch, facts)
+        return self._ready(given, found, parts, facts)
+
+    def _ready(self, given: StepRequest, found: ProgramTrace | None, parts: Sequence[Any], facts: Facts) -> Ready:
+        """The stages of this rank with their memory, and the loop over their ops."""
+        try:
+            step = self.latest_step = self.look(parts[0])
             prepared = step.prepared
             assert prepared.route is not None
             prepared.actions.start(given.shards, given.update, self.in_backward, given.accumulated, given.feedback)
             executor = Scheduled(prepared.route, step.actions, given.shield, observers_of(self.plan.mesh))
             self.latest = Latest(prepared.route.schedule, executor.record, executor.times, prepared)
+            return Ready(given, prepared, executor, parts, facts)
         except BaseException as error:
-            decline(programs.comms.control, self.call, batch, error)
-        return Ready(given, prepared, executor, parts, facts)
+            decline(self.programs.comms.control, self.call, given.batch, error)
+
+    def _look(self, batch: Any) -> ProgramTrace:
+        """The program of a batch."""
+        return self.cut_program(self.cut_batch(batch)[0]).trace
+
+    def _decide(self, found: ProgramTrace, auto: Auto, batch: Any) -> None:
+        """Choose the order of the stages, or hold the next round of its contest. Collective."""
+        part, programs = self.cut_batch(batch)[0], self.programs
+        self._release_all()  # views of the arena, which a contest makes anew
+
+        def first() -> tuple[Choice, Contest | None]:
+            rates, _ = common(programs.comms, measured(self.plan, programs.comms, auto), ())
+            options = StagedOptions.of(self.task(part), auto, rates)
+            choice = options.choice
+            return choice, opened(programs.comms, choice, auto, lambda room: options.contenders(choice, room))
+
+        programs.decide(found, first)
 
     def cut_batch(self, batch: Any) -> list[Any]:
         """The microbatches, which have one shape."""
@@ -158,6 +186,7 @@ class PipelineRunner(Runner):
         idle = None if trace.idle is None else tuple([path for path in trace.idle if path in self.plan.leaves])
         return PipelineTrace(
             planned.schedules.ranks[self.position],
+            self.choice(part),
             needs=found.needs,
             idle=idle,
             communicators=self._communicators(planned),
@@ -189,26 +218,71 @@ class PipelineRunner(Runner):
         return staged_communicators(self.plan, self.position, planned.lanes, secondary, axes)
 
     def planned(self, part: Any) -> PlannedStep:
-        """The schedules of all positions for microbatches like this one."""
-        key = signature(part), tuple(shapes(part))
+        """The schedules of all positions for microbatches like this one.
+
+        Raises:
+            PlanError: the order is to be chosen, and it is not known what this machine does in a second.
+        """
+        staged, found = self.cut_program(part), self.programs.policy
+        policy = found if isinstance(found, Policy) else self._chosen(part, found)
+        key = id(staged), policy
         if key not in self.plans:
-            self.plans[key] = self._planned(part)
+            self.plans[key] = self._planned(staged, policy)
         return self.plans[key]
+
+    def choice(self, part: Any) -> Choice | None:
+        """The choice for microbatches like this one, or that before any step; None if the policy was given.
+
+        Raises:
+            PlanError: it is not known what this machine does in a second.
+        """
+        auto, staged = self.programs.policy, self.cut_program(part)
+        if isinstance(auto, Policy):
+            return None
+        found = self.programs.choices.get(staged.trace.program.text)
+        return found or StagedOptions.of(self.task(part), auto, given_rates(auto)).choice
+
+    def _chosen(self, part: Any, auto: Auto) -> Policy:
+        """The policy of the next step."""
+        contest = self.programs.contests.get(self.cut_program(part).trace.program.text)
+        choice = self.choice(part)
+        assert choice is not None
+        return choice.policy if contest is None else contest.schedule.policy
+
+    def task(self, part: Any) -> StagedTask:
+        """The task of choosing an order for microbatches like this one.
+
+        Raises:
+            PlanError: the program cannot be cut into stages, or depends on values of tensors.
+        """
+        plans = self.positions()
+        return StagedTask(self.finder.fn, self.programs, self.order, part, self.cut_program(part), plans, self.position)
+
+    def cut_program(self, part: Any) -> StagedProgram:
+        """The program of microbatches like this one, cut into stages.
+
+        Raises:
+            PlanError: it cannot be cut, or depends on values of tensors.
+        """
+        key = signature(part), tuple(shapes(part))
+        if key not in self.cuts:
+            programs, whole = self.programs, self.plan.whole
+            assert whole is not None
+            self.cuts[key] = trace_stages(self.finder.fn, whole, part, programs.train, programs.remat)
+        return self.cuts[key]
 
     def look(self, part: Any) -> StagedStep:
         """The step for microbatches like this one."""
-        key = signature(part), tuple(shapes(part))
-        if key not in self.staged:
-            self.staged[key] = self._placed(self.planned(part))
-        return self.staged[key]
+        planned = self.planned(part)
+        if id(planned) not in self.staged:
+            self.staged[id(planned)] = self._placed(planned)
+        return self.staged[id(planned)]
 
-    def _planned(self, part: Any) -> PlannedStep:
-        """Trace, cut and schedule a program."""
-        programs, whole = self.programs, self.plan.whole
-        assert whole is not None and whole.stages is not None and isinstance(programs.policy, Policy)
-        staged = trace_stages(self.finder.fn, whole, part, programs.train, programs.remat)
-        order = self.order(programs.policy, programs.accumulate)
-        ranks, schedules, lanes = joint_schedules(staged, self.positions(), order, programs.policy, programs.train)
+    def _planned(self, staged: StagedProgram, policy: Policy) -> PlannedStep:
+        """Schedule a program."""
+        programs = self.programs
+        order = self.order(policy, programs.accumulate)
+        ranks, schedules, lanes = joint_schedules(staged, self.positions(), order, policy, programs.train)
         if not programs.train:
             forwards = [tuple([action for action in lane if action.kind == "F"]) for lane in order.ranks]
             order = replace(order, ranks=tuple(forwards))
@@ -230,7 +304,8 @@ class PipelineRunner(Runner):
         rank, schedule = planned.ranks[self.position], planned.schedules.ranks[self.position]
         engine = functools.partial(StageEngine, staged=staged, stages=rank.stages)
         found = replace(staged.trace, program=rank.program)
-        arena = self._arena(schedule.memory.arena_bytes)
+        contest = programs.contests.get(staged.trace.program.text)
+        arena = self._arena((contest or schedule.memory).arena_bytes)
         placed = replace(programs, engine=engine).placed(found, arena, schedule.memory.offsets)
         mail = Mail(whole.mesh, whole.stages.axis, rank.messages, planned.lanes)
         actions = MailActions(placed.actions, mail, StageSums(whole, self.plan, placed.actions.gradients))
@@ -239,17 +314,22 @@ class PipelineRunner(Runner):
         settings = self.finder.fn, programs.train, self.in_backward, self.divisor
         passes = StagedPasses(*settings, staged=staged, rank=rank, mail=mail)
         prepared = replace(placed, weighted=staged.trace.weighted, route=route, axes=staged.trace.axes, digest=number)
+        prepared = replace(prepared, contest=contest)
         return StagedStep(planned, rank, prepared, passes, actions)
 
     def _arena(self, size: int) -> Tensor:
         """The arena, which all programs of the step share; those that are views of a smaller one are made again."""
         memory = self.programs.memory
         if memory.arena is None or memory.arena.numel() < size:
-            for step in self.staged.values():
-                step.prepared.engine.release()
-            self.staged.clear()
+            self._release_all()
             memory.arena = memory.new_arena(size)
         return memory.arena
+
+    def _release_all(self) -> None:
+        """Let go of all programs, which hold views of the arena: they are made again."""
+        for step in self.staged.values():
+            step.prepared.engine.release()
+        self.staged.clear()
 
     def _step_of(self, prepared: Prepared) -> StagedStep:
         return next(step for step in self.staged.values() if step.prepared is prepared)
@@ -275,24 +355,3 @@ class PipelineRunner(Runner):
                 return step.passes.run_stages(engine, executor, parts, given.loss_scale, given.shield.opened)
         except Mispredicted as reason:  # other ranks run a schedule, so this one cannot gather on demand
             raise staged_refusals.left_its_schedule(reason) from None
-
-
-def staged_communicators(
-    plan: Plan, position: int, lanes: Sequence[Lane], secondary: Axes, axes: Sequence[Axes]
-) -> tuple[tuple[str, Axes], ...]:
-    """The communicators of a rank of a pipeline, by role and axes.
-
-    Args:
-        plan: of what the rank holds.
-        position: its position on the axis of stages.
-        lanes: the ways of messages between stages.
-        secondary: the axes over which groups stay sharded between their uses.
-        axes: those of the collectives that the program itself calls.
-    """
-    whole = plan.whole
-    assert whole is not None and whole.stages is not None
-    axis = (whole.stages.axis,)
-    needed = communicators(plan, secondary, axes)
-    needed += [(f"{MAIL} {lane}", axis) for lane in lanes if position in lane[:2]]
-    needed += [(role, axis) for held in shared_by(whole) if position in held for role in [role_of(held)]]
-    return tuple(needed)

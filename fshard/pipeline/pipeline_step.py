@@ -21,6 +21,7 @@ from fshard.pipeline.order_csv import parse_csv
 from fshard.pipeline.orders import PipelineOrder, parse
 from fshard.pipeline.pipeline_runner import PipelineRunner
 from fshard.pipeline.pipeline_trace import PipelineSchedules, PipelineTrace
+from fshard.pipeline.staged_choice import orders_of
 from fshard.pipeline.staged_task import StagedTask
 from fshard.runtime.engine.loss_result import Mean
 from fshard.runtime.engine.plain_values import is_float
@@ -46,7 +47,8 @@ class PipelineStep(TrainStep):
         assert plan.stages is not None
         rule = contract(opt)
         order = functools.partial(order_of, plan.stages)
-        check_running(options.running, order(given_policy(options.running.policy), options.accumulate))
+        if isinstance(options.running.policy, Policy):
+            check_running(options.running, order(options.running.policy, options.accumulate))
         programs = programs_of(plan.own, options, rule)
 
         def infos(own: Plan) -> tuple[GroupInfo, ...]:
@@ -72,8 +74,9 @@ class PipelineStep(TrainStep):
         Raises:
             PlanError, BatchError: as ``trace``.
         """
-        with bind(self._staged.plan.mesh, self._staged.plan.data_axes):
-            return StagedTask.of(self._staged, batch)
+        runner = self._staged
+        with bind(runner.plan.mesh, runner.plan.data_axes):
+            return runner.task(runner.cut_batch(batch)[0])
 
     @property
     def schedules(self) -> PipelineSchedules:
@@ -95,11 +98,10 @@ class PipelineEvalStep(EvalStep):
 
     def __init__(self, fn: Callable[..., Any], plan: Plan, running: RunOptions, precision: Precision | None) -> None:
         assert plan.stages is not None
-        given_policy(running.policy)
         super().__init__(fn, plan.own, running, precision)
         secondary = secondary_of(running.policy)
         infos = functools.partial(group_infos, secondary=secondary)
-        order = functools.partial(order_of, plan.stages, name="gpipe")
+        order = functools.partial(order_of, plan.stages, name=orders_of(plan.stages)[0])  # of which forwards are run
         self._runner = self._staged = PipelineRunner(fn, self._programs(), order, infos, "evaluation step")
         self._equal = Equal(plan, running.told(), always=running.debug)
 
@@ -170,19 +172,6 @@ def check_running(running: RunOptions, order: PipelineOrder) -> None:
             f"compile={running.compile!r} with pipeline={order.name!r}: a compiled unit computes the gradients of its "
             f'inputs and of its leaves together; give pipeline="1f1b" or "interleaved", or leave compile= out'
         )
-
-
-def given_policy(policy: Policy | Auto) -> Policy:
-    """The policy, which stages do not choose.
-
-    Raises:
-        PlanError: it is to be chosen.
-    """
-    if isinstance(policy, Auto):
-        raise PlanError(
-            'schedule="auto" does not choose schedules of stages yet: give schedule=fs.Policy(pipeline="1f1b")'
-        )
-    return policy
 
 
 def secondary_of(policy: Policy | Auto) -> Axes:

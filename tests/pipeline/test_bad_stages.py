@@ -123,7 +123,11 @@ PLANS: dict[str, Case] = {
     "no regular expression": (make(stages={"leaves": [("(", 0)]}), "PlanError", ("no pairs", "('(', 0)")),
     "no pair": (make(stages={"leaves": ["abc"]}), "PlanError", ("no pairs", "'abc'")),
     "no such stage": (make(program="tied", stages={"leaves": [("scale", 7)]}), "PlanError", ("7", "0 to 1")),
-    "auto": (make(step={"schedule": "auto"}), "PlanError", ("does not choose schedules of stages",)),
+    "auto": (
+        train(step={"schedule": fs.Auto(memory=9000)}),
+        "PlanError",
+        ("memory=9000", 'pipeline="1f1b"'),
+    ),
     "an unknown order": (make(policy={"pipeline": "1f2b"}), "PlanError", ("1f2b", "the closest is '1f1b'")),
     "zbv in a loop": (make(policy={"pipeline": "zbv"}, stages={"chunks": 2}), "PlanError", ('placement="v"',)),
     "interleaved, alone": (make(policy={"pipeline": "interleaved"}), "PlanError", ("chunks=1", "gpipe")),

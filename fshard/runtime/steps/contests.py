@@ -2,7 +2,7 @@
 
 import math
 import socket
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -12,7 +12,7 @@ from fshard.runtime.comm.exchange import exchange
 from fshard.runtime.comm.facts import digest
 from fshard.runtime.memory.available import free_bytes
 from fshard.schedule.auto import Auto, Choice
-from fshard.schedule.contest import Round, contenders, quartile
+from fshard.schedule.contest import Contender, Round, quartile
 from fshard.schedule.policy import Policy
 from fshard.schedule.schedule import Schedule
 
@@ -88,14 +88,24 @@ class Contest:
         return replace(choice, schedule=on.contenders[0].schedule), None
 
 
-def opened(comms: Communicators, choice: Choice, auto: Auto) -> Contest | None:
+def opened(
+    comms: Communicators, choice: Choice, auto: Auto, contenders: Callable[[int | None], tuple[Contender, ...]]
+) -> Contest | None:
     """The first round of a program's contest. Collective.
 
     None on one rank, where rates were given, where activations are not known, or if nothing else is worth timing.
+
+    Args:
+        comms: the communicators.
+        choice: by foresight.
+        auto: what was asked for.
+        contenders: gives the policies to time, of the bytes that a rank may take.
     """
-    if comms.plan.mesh.size == 1 or auto.compute is not None or auto.wire is not None or not choice.task.needs:
+    if comms.plan.mesh.together.size == 1 or auto.compute is not None or auto.wire is not None:
         return None
-    first = Round(contenders(choice, room(comms)))
+    if not choice.task.needs:
+        return None
+    first = Round(contenders(room(comms)))
     return Contest(first, choice.policy) if len(first.contenders) > 1 else None
 
 
@@ -106,7 +116,7 @@ def room(comms: Communicators) -> int | None:
     """
     device = comms.plan.mesh.device
     free = free_bytes(device)
-    place = digest(socket.gethostname()) % 2**32 if device.type == "cpu" else comms.plan.mesh.rank
+    place = digest(socket.gethostname()) % 2**32 if device.type == "cpu" else comms.plan.mesh.together.rank
     row = torch.tensor([place, math.inf if free is None else free], dtype=torch.float64, device="cpu")
     rows = exchange(comms.control, row).tolist()
     places = [place for place, _ in rows]

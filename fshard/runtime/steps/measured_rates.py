@@ -60,13 +60,23 @@ def foreseen(task: PolicyTask, auto: Auto, again: Again | None = None) -> Choice
     Raises:
         PlanError: it is not known what this machine does in a second.
     """
-    missing = [name for name in ("compute", "wire") if getattr(auto, name) is None]
-    if missing:
-        raise schedule_refusals.unknown_rates(missing)
+    rates = given_rates(auto)
     units = units_again(task.program) if again is not None else []
     found = ((each, again(each)) for each in units if again is not None)
     others = (replace(task, needs=needs, again=each) for each, needs in found if needs)
-    return choose(task, auto, Rates(float(auto.compute or 0), float(auto.wire or 0), auto.latency), lambda: [*others])
+    return choose(task, auto, rates, lambda: [*others])
+
+
+def given_rates(auto: Auto) -> Rates:
+    """The rates that a user gave.
+
+    Raises:
+        PlanError: one is missing, and it is not known what this machine does in a second.
+    """
+    missing = [name for name in ("compute", "wire") if getattr(auto, name) is None]
+    if missing:
+        raise schedule_refusals.unknown_rates(missing)
+    return Rates(float(auto.compute or 0), float(auto.wire or 0), auto.latency)
 
 
 def measured(plan: Plan, comms: Communicators, auto: Auto) -> Rates:

@@ -28,6 +28,7 @@ from fshard.schedule.auto import Auto, Choice
 from fshard.schedule.build import build
 from fshard.schedule.candidates import PolicyTask
 from fshard.schedule.check import check
+from fshard.schedule.contest import contenders
 from fshard.schedule.footprint import Need
 from fshard.schedule.infos import NOTHING, StateNeeds, between, communicators, fast_axes, group_infos, stage_numel
 from fshard.schedule.ops import ROOT, GroupInfo, Op
@@ -168,19 +169,23 @@ class Programs:
         contest = self.contests.get(text)
         return auto if text not in self.choices or (contest is not None and contest.over) else None
 
-    def decide(self, found: ProgramTrace, auto: Auto, retraced: Retraced) -> None:
-        """Choose the policy of a program: by rates, then by what steps take. Collective."""
+    def decide(self, found: ProgramTrace, first: Callable[[], tuple[Choice, Contest | None]]) -> None:
+        """Choose the policy of a program: by foresight at ``first``, then by what steps take. Collective."""
         text = found.program.text
         contest, choice = self.contests.pop(text, None), self.choices.get(text)
         if contest is None or choice is None:
-            choice = decided(self.plan, self.comms, self._task(found), auto, self._again(retraced))
-            following = opened(self.comms, choice, auto)
+            choice, following = first()
         else:
             self._release()
             choice, following = contest.conclude(self.comms, choice)
         self.choices[text] = replace(choice, settled=following is None)
         if following is not None:
             self.contests[text] = following
+
+    def foreseen(self, found: ProgramTrace, auto: Auto, retraced: Retraced) -> tuple[Choice, Contest | None]:
+        """The choice by rates, and the first round of its contest. Collective."""
+        choice = decided(self.plan, self.comms, self._task(found), auto, self._again(retraced))
+        return choice, opened(self.comms, choice, auto, lambda room: contenders(choice, room))
 
     def remat_of(self, found: ProgramTrace) -> Remat:
         """Say which units of a program are computed again in their backward."""

@@ -141,7 +141,7 @@ class Runner:
             if programs.train:
                 check_detached(batch)
             parts = microbatches(batch, programs.accumulate, self.plan.batch)
-            found = self.finder.look(batch)
+            found = self._look(batch)
             if programs.train and found is not None and not found.weighted:
                 check_even(batch, programs.accumulate)
         except BaseException as error:
@@ -186,8 +186,16 @@ class Runner:
         intent = Intent(digest(found.program.text), lambda: found.program.text.replace(", ", ",\n"))
         agree(comms.control, Terms(self.call, intent, batch, facts))
         comms.open()
-        self.programs.decide(found, auto, partial(self.finder.again, batch))
-        return self.finder.look(batch) or found
+        self._decide(found, auto, batch)
+        return self._look(batch) or found
+
+    def _look(self, batch: Any) -> ProgramTrace | None:
+        """The program of a batch; None if no trace finds it."""
+        return self.finder.look(batch)
+
+    def _decide(self, found: ProgramTrace, auto: Auto, batch: Any) -> None:
+        """Choose the policy of a program, or hold the next round of its contest. Collective."""
+        self.programs.decide(found, lambda: self.programs.foreseen(found, auto, partial(self.finder.again, batch)))
 
     def _prepare_again(self, ready: Ready, outcome: Outcome) -> Ready:
         """Return what all ranks run after a program has left its schedule: the same, on demand."""
@@ -204,9 +212,9 @@ class Runner:
         contest, batch = ready.prepared.contest, ready.request.batch
         assert contest is not None
         contest.fail()
-        found = self.finder.look(batch)
+        found = self._look(batch)
         assert found is not None and isinstance(self.programs.policy, Auto)
-        self.programs.decide(found, self.programs.policy, partial(self.finder.again, batch))
+        self._decide(found, self.programs.policy, batch)
         return self._ready(ready.request, found, ready.parts, ready.facts)
 
     def _count_retry(self, outcome: Outcome) -> None:
