@@ -45,17 +45,19 @@ def transforms_text(params: Any, batch: Any) -> str:
     leaves = dict(tree.paths(params)) if isinstance(params, Mapping) else {}
     found = {path: levels(leaf) for path, leaf in leaves.items() if isinstance(leaf, Tensor)}
     of_batch = set[int]().union(*[levels(x) for x in tree.leaves(batch) if isinstance(x, Tensor)])
-    stack = functorch.get_interpreter_stack() or ()
-    names = {int(level.level()): _name(level) for level in stack}
+    names = {int(level.level()): _name(level) for level in functorch.get_interpreter_stack() or ()}
     if AUTOGRAD in of_batch.union(*found.values()):
         names = {AUTOGRAD: "torch.autograd", **names}
-    parts = []
-    for level, name in names.items():
-        by = [path for path, at in found.items() if level in at]
-        what = [f"{by[0]}{f' and {len(by) - 1} more leaves' if len(by) > 1 else ''}"] if by else []
-        what += ["the batch"] if level in of_batch else []
-        parts.append(f"{name} by {' and '.join(what) or 'other values'}")
+    by = {level: [path for path, at in found.items() if level in at] for level in names}
+    parts = [f"{name} by {_words(by[level], level in of_batch)}" for level, name in names.items()]
     return f"under {', '.join(parts)}" if parts else ""
+
+
+def _words(paths: list[str], batch: bool) -> str:
+    """Leaves, and maybe the batch, in words."""
+    more = f" and {len(paths) - 1} more leaves" if len(paths) > 1 else ""
+    what = [f"{path}{more}" for path in paths[:1]] + ["the batch"] * batch
+    return " and ".join(what) or "other values"
 
 
 def levels(x: Tensor) -> set[int]:

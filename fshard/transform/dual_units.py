@@ -211,12 +211,10 @@ class DualUnits:
 
     def call(self, unit: Unit, params: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a unit: by the engine, or as code between units where that is no plain call of it."""
-        leaves = tree.leaves(params)
-        slots = [slot_of(leaf) if isinstance(leaf, DualHandle) else None for leaf in leaves]
         args, kwargs = tree.mapped(_read, (args, kwargs))
-        if forward_level() != self.level or any([slot is None or slot.stopped for slot in slots]):
+        held = self._held(params)
+        if forward_level() != self.level or held is None:
             return unit.fn(tree.mapped(_read, params), *args, **kwargs)
-        held = [self.pairs[slot.path] for slot in slots if slot is not None]
         given, spec = tree.flatten((params, args, kwargs))
         places = [i for i, x in enumerate(given) if isinstance(x, Tensor)]
         plain = [None if isinstance(x, Tensor) else x for x in given]
@@ -226,6 +224,14 @@ class DualUnits:
             found, along, others = self._run(unit, held, inputs, frame)
             pairs = [(alone(x), alone(t)) for x, t in zip(found, along, strict=True)]
         return frame.result([_dual(*pair) for pair in pairs], others)
+
+    def _held(self, params: Any) -> list[Pair] | None:
+        """The leaves of a unit, and their tangents; None if it is given others, or such that no gradient flows into."""
+        leaves = tree.leaves(params)
+        slots = [slot for leaf in leaves if isinstance(leaf, DualHandle) and (slot := slot_of(leaf)) is not None]
+        if len(slots) < len(leaves) or any([slot.stopped for slot in slots]):
+            return None
+        return [self.pairs[slot.path] for slot in slots]
 
     def _run(self, unit: Unit, held: list[Pair], inputs: list[Pair], frame: Frame) -> Any:
         if (made := self.known.get(unit)) is None:

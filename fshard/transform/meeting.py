@@ -91,8 +91,7 @@ class LossMeeting:
         that failed because another one cut its collective off raises that rank's failure.
         """
         status = OK if failure is None else CUT if isinstance(failure, CommError) else FAILED
-        here = f"{place}, {self.under}" if self.under else place
-        mine = [status, digest(here), facts.number, *_mean_row(self.batch, loss, self.sizes)]
+        mine = [status, digest((place, self.under)), facts.number, *_mean_row(self.batch, loss, self.sizes)]
         with DisableFuncTorch():  # a transform under way would wrap what is sent
             rows = self.rows(mine)
             if any(row[0] for row in rows):
@@ -100,7 +99,7 @@ class LossMeeting:
             if self.running is None:
                 compare_numbers(mesh_communicator(self.mesh), [row[2] for row in rows], facts)
             if any(row[1] != rows[0][1] for row in rows):
-                raise _apart(self._texts(f"{place}{APART}{self.under or 'under no transform'}, {call_site()}"))
+                raise _apart(self._texts(f"{place}{APART}{self.under}, {call_site()}"))
         if any(row[3:6] != rows[0][3:6] for row in rows):
             raise unlike_losses([(bool(row[3]), row[4], row[5]) for row in rows])
         if uneven := self.sizes.uneven([row[6:] for row in rows]):
@@ -131,8 +130,9 @@ def _apart(texts: Sequence[str]) -> ScheduleError:
     """The error of ranks that are at different places of a loss, or at one under different transforms."""
     places = {text.partition(APART)[0] for text in texts}
     if len(places) > 1:
-        return diverged([text.replace(APART, ", ") for text in texts])
-    rows = [f"rank {rank}: {text.partition(APART)[2]}" for rank, text in enumerate(texts)]
+        return diverged([text.replace(f"{APART}, ", ", ").replace(APART, ", ") for text in texts])
+    found = [text.partition(APART)[2] for text in texts]
+    rows = [f"rank {rank}: {'under no transform' * text.startswith(', ')}{text}" for rank, text in enumerate(found)]
     return ScheduleError(
         lines(
             f"ranks are at {places.pop()} under different transforms, which would make different collectives:",

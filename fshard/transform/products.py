@@ -293,7 +293,7 @@ def _loss(loss_fn: LossFn, plan: Plan, reshard: bool | None) -> ShardedLoss:
 
 
 def _resharded(reshard: bool | None, schedule: Any) -> bool | None:
-    """Whether transforms gather again, where a schedule does."""
+    """Return ``reshard`` of a loss whose products run on a schedule."""
     if schedule is None:
         return reshard
     if reshard is not None:
