@@ -14,7 +14,8 @@ from fshard import collectives
 from fshard.collectives.linear import is_fake
 from fshard.collectives.scope import resolve
 from fshard.errors import PlanError, missing_extra
-from fshard.parallel.context_checks import check_documents
+from fshard.parallel.context_checks import check_cut, check_documents
+from fshard.parallel.plan_checks import divided
 from fshard.parallel.ring import ring_attention
 from fshard.parallel.ulysses import ulysses_attention
 from fshard.parallel.zigzag import unzigzag
@@ -42,6 +43,9 @@ MASKS = frozenset(
 )
 """The functions of transformers of which a mask may be made. Those of packed sequences are guesses from positions,
 which jump where a sequence is cut; ``documents`` take their place."""
+
+ATTENTION = frozenset({"attention", "full_attention", "sliding_attention", "chunked_attention"})
+"""The kinds of layers in a configuration whose tokens meet in attention alone."""
 
 WINDOW = "sliding_window_overlay"
 """The function of transformers that makes a sliding window."""
@@ -119,13 +123,12 @@ class ContextAttention:
                 f"{where}: {key.shape[2]} keys for {query.shape[2]} queries: keys of a cache, or of another sequence, "
                 f'are not cut over ranks. Give no past_key_values; generate with attn_implementation="sdpa"'
             )
-        unknown = {name: x for name, x in kwargs.items() if name not in HARMLESS and x is not None and x is not False}
-        if dropout:
-            unknown["dropout"] = dropout
-        if sliding_window is not None and sliding_window < whole:
-            unknown["sliding_window"] = sliding_window
-        if unknown:
-            raise _not_computed(where, unknown, whole)
+        _check_layers(where, getattr(module, "config", None))
+        check_cut(where, query, everyone, causal)
+        if self.name == ULYSSES:
+            divided(query.shape[1], self.axes[-1], f"heads in {where}")
+        changes = {"dropout": dropout or None, "sliding_window": sliding_window, **kwargs}
+        _check_arguments(where, changes, whole)
         check_documents(where, query, kwargs.get("documents"))
         documents = _documents(where, query, attention_mask, kwargs.get("documents"))
         if causal and not layer:
@@ -210,13 +213,31 @@ def _documents(where: str, query: Tensor, mask: Tensor | None, documents: Tensor
     return documents.masked_fill(~kept, PADDING)
 
 
-def _not_computed(where: str, given: dict[str, Any], whole: int) -> PlanError:
-    shown = {name: list(x.shape) if isinstance(x, Tensor) else x for name, x in given.items()}
-    return PlanError(
-        f"{where}: {', '.join(f'{name}={x}' for name, x in shown.items())} is not computed over a sequence of {whole} "
-        f"tokens that is cut over ranks. Switch it off in the configuration, or leave the argument out; documents= "
-        f"keeps packed documents apart"
-    )
+def _check_layers(where: str, config: Any) -> None:
+    """Refuse models whose other layers mix tokens, too, and would mix those of a rank alone."""
+    kinds = {kind for name in ("layer_types", "layers_block_type") for kind in getattr(config, name, None) or ()}
+    if kinds - ATTENTION:
+        raise PlanError(
+            f"{where}: this model has layers of {sorted(kinds - ATTENTION)}, which mix the tokens of a rank alone: "
+            f"only attention is computed over a sequence that is cut over ranks"
+        )
+
+
+def _check_arguments(where: str, given: dict[str, Any], whole: int) -> None:
+    """Refuse what would change attention, and is not computed here."""
+    window = given["sliding_window"]
+    harmless = HARMLESS if window is None or window < whole else {*HARMLESS, "sliding_window"}
+    shown = {
+        name: list(x.shape) if isinstance(x, Tensor) else x
+        for name, x in given.items()
+        if name not in harmless and x is not None and x is not False
+    }
+    if shown:
+        raise PlanError(
+            f"{where}: {', '.join(f'{name}={x}' for name, x in shown.items())} is not computed over a sequence of "
+            f"{whole} tokens that is cut over ranks. Switch it off in the configuration, or leave the argument out; "
+            f"documents= keeps packed documents apart"
+        )
 
 
 def _roots(function: Any) -> set[str]:

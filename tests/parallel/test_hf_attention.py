@@ -266,7 +266,15 @@ BAD: dict[str, tuple[Callable[[], Any], tuple[str, ...]]] = {
     ),
     "heads that the axis does not divide": (
         lambda: model("fshard_ulysses", num_attention_heads=1, num_key_value_heads=1, head_dim=8)(**given()),
-        ("1 heads in ulysses_attention over the 2 ranks of axis 'cp'",),
+        ("1 heads in fshard_ulysses in LlamaAttention of layer 0 over the 2 ranks of axis 'cp'", "Choose 2"),
+    ),
+    "tokens that the axis does not divide": (
+        lambda: model("fshard_ring")(input_ids=tokens()[:, :3], position_ids=torch.arange(3)[None]),
+        ("LlamaAttention of layer 0: 3 tokens a rank on 2 ranks of axis 'cp'", "pad it to 8"),
+    ),
+    "layers that are no attention": (
+        lambda: model("fshard_ring", "Lfm2", layer_types=["conv", "full_attention"])(**given()),
+        ("Lfm2Attention of layer 1", "layers of ['conv']"),
     ),
     "labels of a part": (
         lambda: fs.causal_lm_loss(fs.split(model("fshard_ring"), units="auto"), chunks=1)(
