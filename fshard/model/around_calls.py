@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from fshard.errors import UnitError
 
 
-class LeafCut(NamedTuple):
+class CutSize(NamedTuple):
     """A parameter of a module that ranks hold parts of: its name, the dim that is cut, and that dim's whole size."""
 
     name: str
@@ -34,7 +34,7 @@ class AroundCall(ABC):
     """
 
     axis: str
-    cuts: tuple[LeafCut, ...] = ()
+    cuts: tuple[CutSize, ...] = ()
 
     local = False
 

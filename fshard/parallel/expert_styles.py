@@ -82,7 +82,7 @@ def _routed(module: nn.Module, args: Args, kwargs: Kwargs) -> tuple[Tensor, Tens
 
 
 def _unweighted(module: nn.Module, rows: Tensor, numbers: Tensor) -> Tensor:
-    """What experts make of rows, each of which has one expert. Experts' functions want at least one row."""
+    """The experts' results for rows, each of which has one expert. Experts' functions want at least one row."""
     if not len(rows):
         some = rows.sum(0, keepdim=True)
         return plain(module, (some, numbers.new_zeros(1, 1), rows.new_ones(1, 1)), {})[:0]  # type: ignore[no-any-return]

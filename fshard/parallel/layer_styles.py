@@ -97,14 +97,14 @@ class VocabularyStyle(Style):
 
         def local(tokens: Tensor) -> Tensor:
             check_ids(tokens, rows * bound_size(self.axis), None, type(module).__name__)
-            mine = tokens - start
+            mine: Tensor = tokens - start
             here.append((mine >= 0) & (mine < rows))
             return mine * here[0]
 
         pad = module.padding_idx
         pad = pad - start if pad is not None and start <= pad < start + rows else None
         mine = variant(module, {}, num_embeddings=rows, padding_idx=pad)
-        found = plain(mine, *first(args, kwargs, local))
+        found: Tensor = plain(mine, *first(args, kwargs, local))
         return collectives.psum(found * here[0].unsqueeze(-1), self.axis)
 
 
@@ -119,8 +119,10 @@ class WidthStyle(Style):
 
 @dataclass(frozen=True)
 class SharedStyle(Style):
-    """A module whose parameters are equal on all ranks, and whose input is each rank's own, such as the norm of a rank's
-    heads. The gradient of a parameter is the sum over ranks."""
+    """A module whose parameters are equal on all ranks, and whose input is each rank's own, such as the norm of heads.
+
+    The gradient of a parameter is the sum over ranks.
+    """
 
     def inside(self, module: nn.Module, args: Args, kwargs: Kwargs) -> Any:
         """The output for this rank's input."""
@@ -129,7 +131,7 @@ class SharedStyle(Style):
 
 @dataclass(frozen=True)
 class SequenceStyle(Style):
-    """A module that works on one token at a time: each rank computes a slice of the sequence, dim 1, and all get all."""
+    """A module that works on each token alone: ranks compute slices of the sequence, dim 1, and gather them."""
 
     def inside(self, module: nn.Module, args: Args, kwargs: Kwargs) -> Any:
         """The output for the whole sequence."""

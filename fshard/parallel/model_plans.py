@@ -11,9 +11,8 @@ from torch import nn
 
 from fshard.arguments import Want, expect
 from fshard.errors import PlanError, lines
-from fshard.model.around_calls import AroundCall
 from fshard.model.split import Model, surround
-from fshard.parallel.plan_entries import EXPERT_STYLES, STYLES, Entry, made, problem, tied
+from fshard.parallel.plan_entries import EXPERT_STYLES, STYLES, PlanEntry, made, problem, tied
 from fshard.patterns import closest, glob_matches, glob_meant
 from fshard.sharding.mesh import Mesh
 
@@ -66,47 +65,47 @@ def parallelize(
         ("plan", plan, (Mapping, type(None)), "a mapping of paths to styles"),
     ]
     expect("parallelize(model, mesh)", wants)
-    sizes = [mesh.shape.get(one, 1) for one in (axis, expert_axis)]
-    given = _given(model, plan or {}, [size > 1 for size in sizes])
-    wrong = [f"{pattern}: {style!r}{_unknown(style)}" for pattern, style in given.items() if not _known(style)]
-    if wrong:
-        raise PlanError(lines("a model's plan has entries that fshard does not know:", wrong, _REMEDY))
-    entries = list(_entries(model, given, plan or {}))
-    axes = {name: expert_axis if name in EXPERT_STYLES else axis for name in STYLES}
+    asked = [mesh.shape.get(one, 1) > 1 for one in (axis, expert_axis)]
+    entries = list(_entries(model, _given(model, plan or {}, asked), plan or {}))
+    axes = {style: expert_axis if style in EXPERT_STYLES else axis for style in STYLES}
     entries = [entry for entry in entries if mesh.shape.get(axes[entry.style], 1) > 1]
-    wrong = [found for entry in entries if (found := problem(entry, axes[entry.style], mesh, entries))]
-    if wrong:
+    if wrong := [found for entry in entries if (found := problem(entry, axes[entry.style], mesh, entries))]:
         raise PlanError(lines(f"a model's plan cannot be followed on {mesh}:", wrong, _REMEDY))
-    around: dict[str, AroundCall] = {}
-    for entry in entries:
-        if (call := made(entry, axes[entry.style], entries)) is not None:
-            around[entry.path] = call
-    return surround(model, tied(model, around))
+    calls = {entry.path: made(entry, axes[entry.style], entries) for entry in entries}
+    return surround(model, tied(model, {path: call for path, call in calls.items() if call is not None}))
 
 
 _REMEDY = "Replace or take away entries: fs.parallel.parallelize(model, mesh, {'lm_head': None})."
 
 
-def _given(model: Model, plan: Mapping[str, str | None], wanted: list[bool]) -> dict[str, str]:
+def _given(model: Model, plan: Mapping[str, str | None], asked: list[bool]) -> dict[str, str]:
     """The entries by pattern: those that the model brings for the axes of the mesh, and those of the user."""
+    found = _brought(model, asked, bool(plan))
+    if gone := [path for path, style in plan.items() if style is None and path not in found]:
+        near = closest(gone[0], found) if found else ""
+        raise PlanError(f"parallelize: the plan of the model has no entry {gone[0]!r} to take away{near}")
+    kept = {path: style for path, style in found.items() if path not in plan}
+    kept |= {path: style for path, style in plan.items() if style is not None}
+    if wrong := [f"{pattern}: {style!r}{_unknown(style)}" for pattern, style in kept.items() if not _known(style)]:
+        raise PlanError(lines("a model's plan has entries that fshard does not know:", wrong, _REMEDY))
+    return kept
+
+
+def _brought(model: Model, asked: list[bool], more: bool) -> dict[str, str]:
+    """The entries that the model brings; ``more`` if the user has some."""
     layers, experts = (dict(getattr(model.module, name, None) or {}) for name in PLANS)
-    found = {**(layers if wanted[0] else {})}
-    if wanted[1]:
-        # Experts on an axis of their own are not cut over the other one, too.
-        found = {k: v for k, v in found.items() if not any(k == p or k.startswith(f"{p}.") for p in experts)}
-        found |= experts
-    for asked, brought, what in zip(wanted, (layers, experts), ("tensor-parallel", "expert-parallel"), strict=True):
-        if asked and not brought and not plan:
+    for wanted, brought, what in zip(asked, (layers, experts), ("tensor-parallel", "expert-parallel"), strict=True):
+        if wanted and not brought and not more:
             raise PlanError(
                 f"parallelize: a {type(model.module).__name__} brings no {what} plan: give one, such as "
                 "{'layers.*.mlp.up': 'colwise', 'layers.*.mlp.down': 'rowwise'}, or a mesh without that axis"
             )
-    found |= {path: style for path, style in plan.items() if style is not None}
-    gone = [path for path, style in plan.items() if style is None and path not in found]
-    if gone:
-        near = closest(gone[0], found) if found else ""
-        raise PlanError(f"parallelize: the plan of the model has no entry {gone[0]!r} to take away{near}")
-    return {path: style for path, style in found.items() if plan.get(path, "") is not None}
+    found = layers if asked[0] else {}
+    if not asked[1]:
+        return found
+    # Experts on an axis of their own are not cut over the other one, too.
+    below = tuple(f"{path}." for path in experts)
+    return {path: style for path, style in found.items() if not f"{path}.".startswith(below)} | experts
 
 
 def _known(style: object) -> bool:
@@ -117,7 +116,7 @@ def _unknown(style: object) -> str:
     return closest(style, STYLES) if isinstance(style, str) else ", which is no name of a style"
 
 
-def _entries(model: Model, given: Mapping[str, str], own: Mapping[str, Any]) -> Iterator[Entry]:
+def _entries(model: Model, given: Mapping[str, str], own: Mapping[str, Any]) -> Iterator[PlanEntry]:
     """Each module and parameter with an entry of the plan; the last pattern that matches a path decides.
 
     Families declare entries for layers that some of their models have and others lack. Entries that somebody wrote for
@@ -125,7 +124,7 @@ def _entries(model: Model, given: Mapping[str, str], own: Mapping[str, Any]) -> 
     """
     modules, leaves = dict(model.module.named_modules()), dict(model.module.named_parameters(remove_duplicate=False))
     declared = _declared(model.module)
-    found: dict[str, Entry] = {}
+    found: dict[str, PlanEntry] = {}
     idle = []
     for pattern, style in given.items():
         paths = [path for path in (*modules, *leaves) if glob_matches(pattern, path)]
@@ -133,7 +132,7 @@ def _entries(model: Model, given: Mapping[str, str], own: Mapping[str, Any]) -> 
             idle.append(f"{pattern}: {style!r}, and there is no such module{glob_meant(pattern, modules)}")
         for path in paths:
             owner = path.rpartition(".")[0]
-            found[path] = Entry(path, style, modules.get(path), modules.get(owner), leaves.get(path))
+            found[path] = PlanEntry(path, style, modules.get(path), modules.get(owner), leaves.get(path))
     if idle:
         raise PlanError(lines("a model's plan has entries for modules that it lacks:", idle, _REMEDY))
     yield from found.values()

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from fshard.errors import PlanError
-from fshard.model.around_calls import AroundCall, LeafCut
+from fshard.model.around_calls import AroundCall, CutSize
 from fshard.model.split import Model
 from fshard.parallel.expert_styles import DispatchStyle, ExpertsStyle
 from fshard.parallel.layer_styles import (
@@ -53,7 +53,7 @@ GROUPED = ("grouped_mm", "batched_mm")
 """The implementations of experts in transformers that skip choices of an expert after the last one."""
 
 
-class Entry(NamedTuple):
+class PlanEntry(NamedTuple):
     """An entry for one module, or for one parameter: its path, its style, and what lies there."""
 
     path: str
@@ -63,7 +63,7 @@ class Entry(NamedTuple):
     leaf: Tensor | None
 
 
-def problem(entry: Entry, axis: str, mesh: Mesh, entries: Sequence[Entry]) -> str:
+def problem(entry: PlanEntry, axis: str, mesh: Mesh, entries: Sequence[PlanEntry]) -> str:
     """Say why an entry cannot be followed; empty if it can."""
     if entry.module is None:
         owner = entry.path.rpartition(".")[0]
@@ -82,7 +82,7 @@ def problem(entry: Entry, axis: str, mesh: Mesh, entries: Sequence[Entry]) -> st
     return _split_head(entry, axis, ranks)
 
 
-def _split_head(entry: Entry, axis: str, ranks: int) -> str:
+def _split_head(entry: PlanEntry, axis: str, ranks: int) -> str:
     """Say that ranks would have parts of an attention head."""
     width = getattr(entry.owner, "head_dim", None)
     out = getattr(entry.module, "out_features", 0)
@@ -91,48 +91,51 @@ def _split_head(entry: Entry, axis: str, ranks: int) -> str:
     return ""
 
 
-def _unfit(entry: Entry) -> str:
-    """What a module is, if its style is not for it."""
+def _unfit(entry: PlanEntry) -> str:
+    """A description of the module, if its style is not for it."""
     module, kind = entry.module, STYLES[entry.style]
-    what = f"a {type(module).__name__}"
     assert module is not None
-    own = {name for name, leaf in module._parameters.items() if leaf is not None}
+    own = {name: leaf for name, leaf in module._parameters.items() if leaf is not None}
+    what = f"a {type(module).__name__} with parameters {sorted(own)}"
     if kind == "a linear layer":
-        named = isinstance(module, nn.Linear) and own <= {"weight", "bias"}
-        return "" if named else f"{what} with parameters {sorted(own)}"
+        return "" if isinstance(module, nn.Linear) and own.keys() <= {"weight", "bias"} else what
     if kind == "an embedding":
-        return "" if isinstance(module, nn.Embedding) and own == {"weight"} and module.max_norm is None else what
+        return "" if isinstance(module, nn.Embedding) and own.keys() == {"weight"} and module.max_norm is None else what
     if kind == "experts":
-        counts = {leaf.shape[0] for leaf in module._parameters.values() if leaf is not None and leaf.dim() > 1}
-        if len(counts) != 1 or getattr(module, "num_experts", None) not in counts:
-            return f"{what} of {getattr(module, 'num_experts', None)} experts, with parameters for {sorted(counts)}"
-    return f"{what}, not a parameter" if kind == "a parameter of experts" else ""
+        counts, count = {leaf.shape[0] for leaf in own.values()}, getattr(module, "num_experts", None)
+        return "" if counts == {count} else f"{what} for {sorted(counts)} experts, and num_experts={count}"
+    return what if kind == "a parameter of experts" else ""
 
 
-def _cuts(entry: Entry, entries: Sequence[Entry]) -> tuple[LeafCut, ...]:
+def _cuts(entry: PlanEntry, entries: Sequence[PlanEntry]) -> tuple[CutSize, ...]:
     """The cuts of a module's own parameters."""
-    module, style = entry.module, entry.style
+    module = entry.module
     assert module is not None
-    dims: dict[str, int] = {}
-    if style in COLUMNS or style == "embedding_rowwise":
-        dims = {"weight": 0, "bias": 0}
-    elif style in ROWS or style == "embedding_colwise":
-        dims = {"weight": 1}
-    elif style in ("moe_tp_experts", "ep_dispatch_experts"):
-        dims = dict.fromkeys(module._parameters, 0)  # by whole experts, however the plan would cut each of them
-    elif style == "local_params":
-        within = {e.path[len(entry.path) + 1 :]: e for e in entries if e.path.startswith(f"{entry.path}.")}
-        dims = {n: LEAVES[e.style] for n, e in within.items() if e.leaf is not None and e.style in LEAVES}
     found = []
-    for name, dim in dims.items():
+    for name, dim in _dims(entry, module, entries).items():
         leaf = module._parameters.get(name)
         if leaf is not None:
             number = max(dim + leaf.dim(), 0) if dim < 0 else dim
-            found.append(LeafCut(name, number, leaf.shape[number]))
+            found.append(CutSize(name, number, leaf.shape[number]))
     return tuple(found)
 
 
-def made(entry: Entry, axis: str, entries: Sequence[Entry]) -> AroundCall | None:
+def _dims(entry: PlanEntry, module: nn.Module, entries: Sequence[PlanEntry]) -> dict[str, int]:
+    """The dims that are cut, by the parameter's name; negative ones count from the end."""
+    style = entry.style
+    if style in (*COLUMNS, "embedding_rowwise"):
+        return {"weight": 0, "bias": 0}
+    if style in (*ROWS, "embedding_colwise"):
+        return {"weight": 1}
+    if STYLES[style] == "experts":
+        return dict.fromkeys(module._parameters, 0)  # by whole experts, however the plan would cut each of them
+    if style != "local_params":
+        return {}
+    within = {one.path.rpartition(".")[2]: one.style for one in entries if one.owner is module and one.module is None}
+    return {name: LEAVES[kind] for name, kind in within.items() if kind in LEAVES}
+
+
+def made(entry: PlanEntry, axis: str, entries: Sequence[PlanEntry]) -> AroundCall | None:
     """The code around a module; None for entries of parameters, which their modules have."""
     if entry.module is None or entry.style == "replicate":
         return None
@@ -159,7 +162,7 @@ def made(entry: Entry, axis: str, entries: Sequence[Entry]) -> AroundCall | None
     return kinds[style](axis, cuts)
 
 
-def _rotary(entry: Entry) -> int:
+def _rotary(entry: PlanEntry) -> int:
     """The features of a latent projection that are turned by position."""
     for held in (entry.owner, getattr(entry.owner, "config", None)):
         if isinstance(width := getattr(held, "qk_rope_head_dim", None), int):
@@ -179,19 +182,25 @@ def tied(model: Model, around: Mapping[str, AroundCall]) -> dict[str, AroundCall
         paths.setdefault(first, [first]).append(path)
     for shared in paths.values():
         owners = [path.rpartition(".")[0] for path in shared]
-        held = [(owner, c) for owner in owners if owner in around for c in around[owner].cuts if f"{owner}.{c.name}" in shared]
+        held = [
+            (owner, c)
+            for owner in owners
+            if owner in around
+            for c in around[owner].cuts
+            if f"{owner}.{c.name}" in shared
+        ]
         for owner in owners if held else ():
             if owner not in out:
                 out[owner] = _partner(model.module.get_submodule(owner), owner, around[held[0][0]].axis, held[0][1])
     return out
 
 
-def _partner(module: nn.Module, path: str, axis: str, cut: LeafCut) -> AroundCall:
+def _partner(module: nn.Module, path: str, axis: str, cut: CutSize) -> AroundCall:
     """The code around a module that shares its weight with one whose weight is cut along dim 0."""
     if cut.dim == 0 and isinstance(module, nn.Embedding) and module.max_norm is None:
         return VocabularyStyle(axis, (cut,))
     if cut.dim == 0 and isinstance(module, nn.Linear):
-        bias: Any = () if module.bias is None else (LeafCut("bias", 0, cut.size),)
+        bias: Any = () if module.bias is None else (CutSize("bias", 0, cut.size),)
         return ColumnStyle(axis, (cut, *bias), whole=True)
     raise PlanError(
         f"{path}: a {type(module).__name__} shares {cut.name} with a module whose {cut.name} the plan cuts along dim "

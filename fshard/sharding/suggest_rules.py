@@ -12,7 +12,7 @@ from fshard.arguments import Want, expect, size_text
 from fshard.errors import PlanError
 from fshard.model.split import Model
 from fshard.model.suggest_units import largest, repeated
-from fshard.sharding.mesh import Mesh
+from fshard.sharding.mesh import Axes, Mesh
 from fshard.sharding.model_cuts import cut_rules, model_cuts
 from fshard.sharding.rules import RuleLike
 from fshard.sharding.spec import P, Shape, fsdp
@@ -52,27 +52,33 @@ def suggest_rules(model: nn.Module | Model, mesh: Mesh) -> list[RuleLike]:
     [('.*', fsdp(axis='data', min_size=0))]
     """
     meant = "an nn.Module, or what fs.split returned"
-    wants: list[Want] = [("model", model, (nn.Module, Model), meant), ("mesh", mesh, Mesh, "what fs.make_mesh returned")]
+    wants: list[Want] = [
+        ("model", model, (nn.Module, Model), meant),
+        ("mesh", mesh, Mesh, "what fs.make_mesh returned"),
+    ]
     expect("fs.suggest_rules(model, mesh)", wants)
     leaves = dict(model.named_parameters() if isinstance(model, nn.Module) else tree.paths(model.params))
     cuts = {path: cut for path, cut in model_cuts(model).items() if cut.axis in mesh.axis_names}
-    data = [axis for axis in mesh.axis_names if axis.lower() not in OTHERS]
-    shard = [axis for axis in data if axis.lower() not in REPLICAS] or data
-    rest = tuple(shard)
-    shard += [axis for axis in dict.fromkeys(cut.axis for cut in cuts.values() if cut.local) if axis not in shard]
+    flat = _flat_axes(mesh)
+    shard = tuple(dict.fromkeys((*flat, *(cut.axis for cut in cuts.values() if cut.local))))
     if not shard:
         raise PlanError(
             f"fs.suggest_rules: fs.parallel cuts layers over every axis of {mesh.axis_names}, and none is left for "
             f"parameters: add an axis "
             f"to shard over, such as 'shard', or see fs.parallel.megatron_rules"
         )
-    whole: list[RuleLike] = [
-        (name.replace(".", r"\."), P())
-        for name, leaf in leaves.items()
-        if not leaf.dtype.is_floating_point and not leaf.dtype.is_complex
-    ]
-    cut = cut_rules(cuts, {path: tuple(leaf.shape) for path, leaf in leaves.items()}, rest)
-    return [*whole, *cut, (".*", fsdp(shard[0] if len(shard) == 1 else tuple(shard)))]
+    numbers = [name for name, leaf in leaves.items() if not (leaf.dtype.is_floating_point or leaf.dtype.is_complex)]
+    rules: list[RuleLike] = [(name.replace(".", r"\."), P()) for name in numbers]
+    rules += cut_rules(cuts, {path: tuple(leaf.shape) for path, leaf in leaves.items()}, flat)
+    if len(cuts) + len(numbers) < max(len(leaves), 1):
+        rules.append((".*", fsdp(shard[0] if len(shard) == 1 else shard)))
+    return rules
+
+
+def _flat_axes(mesh: Mesh) -> Axes:
+    """The axes of a mesh for flat shards: those of data, without replicas if there are others."""
+    data = [axis for axis in mesh.axis_names if axis.lower() not in OTHERS]
+    return tuple([axis for axis in data if axis.lower() not in REPLICAS] or data)
 
 
 def warn_of_no_units(shapes: Mapping[str, Shape], dtypes: Mapping[str, torch.dtype], units: Collection[str]) -> None:
