@@ -5,7 +5,12 @@ tensor parallel    ``column_rule``, ``row_rule`` ``column_linear``, ``row_linear
 vocabulary         ``column_rule``               ``vocab_embedding``, ``vocab_cross_entropy``, ``padded``
 sequence parallel  leaves whole along the axis   ``rms_norm``, ``layer_norm``, ``shared``, ``split_sequence``
 expert parallel    ``expert_rule``               ``route``, ``moe``, ``grouped_linear``, ``load_balance_loss``
+<<<<<<< HEAD
+context parallel   one more data axis            ``ring_attention``, ``zigzag_slice``, ``zigzag_positions``
+models' own plans  ``fs.suggest_rules``          ``parallelize``
+=======
 context parallel   one or two more data axes     ``ring_attention``, ``ulysses_attention``, ``zigzag_slice``
+>>>>>>> main
 ================== ============================= ==========================================================
 
 The axis of the first three is *not* named in ``batch=``: its ranks work on the same rows and return the same loss. The
@@ -16,6 +21,7 @@ from fshard.parallel.document_ids import document_ids
 from fshard.parallel.experts import Dispatched, combine, dispatch, grouped_linear, moe
 from fshard.parallel.layer_rules import column_rule, expert_rule, megatron_rules, row_rule
 from fshard.parallel.linear_layers import column_linear, local_heads, row_linear
+from fshard.parallel.model_plans import parallelize
 from fshard.parallel.ring import ring_attention
 from fshard.parallel.routing import Routing, load_balance_loss, route, z_loss
 from fshard.parallel.sequence import join_sequence, layer_norm, rms_norm, shared, split_sequence
@@ -40,6 +46,7 @@ __all__ = [
     "megatron_rules",
     "moe",
     "padded",
+    "parallelize",
     "ring_attention",
     "rms_norm",
     "route",
