@@ -5,12 +5,8 @@ tensor parallel    ``column_rule``, ``row_rule`` ``column_linear``, ``row_linear
 vocabulary         ``column_rule``               ``vocab_embedding``, ``vocab_cross_entropy``, ``padded``
 sequence parallel  leaves whole along the axis   ``rms_norm``, ``layer_norm``, ``shared``, ``split_sequence``
 expert parallel    ``expert_rule``               ``route``, ``moe``, ``grouped_linear``, ``load_balance_loss``
-<<<<<<< HEAD
-context parallel   one more data axis            ``ring_attention``, ``zigzag_slice``, ``zigzag_positions``
-models' own plans  ``fs.suggest_rules``          ``parallelize``
-=======
 context parallel   one or two more data axes     ``ring_attention``, ``ulysses_attention``, ``zigzag_slice``
->>>>>>> main
+models' own plans  ``fs.suggest_rules``          ``parallelize``
 ================== ============================= ==========================================================
 
 The axis of the first three is *not* named in ``batch=``: its ranks work on the same rows and return the same loss. The
