@@ -29,9 +29,10 @@ from fshard.model.casting import note_dtypes
 from fshard.model.remat_function import exact
 from fshard.model.unit import Unit
 from fshard.runtime.engine.batch import BatchWatch
+from fshard.runtime.engine.hosted_activations import HostedActivations, hosting
 from fshard.runtime.engine.parameters import Parameters
 from fshard.runtime.engine.proxies import Mispredicted
-from fshard.runtime.engine.remat_rules import NO_REMAT, Remat, reentrant_refused
+from fshard.runtime.engine.remat_rules import NO_REMAT, Remat, reentrant_refused, transforming
 from fshard.runtime.engine.saved_hooks import without_parameters
 from fshard.runtime.engine.units import GRAD, VERSION, Called, UnitReads, Units, bare
 from fshard.runtime.graphs import Compiled
@@ -92,6 +93,7 @@ class Engine:
         passed: the tensors among its arguments.
         inner: the units that the program has differentiated itself.
         graphs: what runs units as compiled graphs; None if nothing does.
+        activations: what moves activations to the host and back; None if nothing does.
         exact: whether the loss has taken derivatives that PyTorch gets wrong.
     """
 
@@ -101,6 +103,7 @@ class Engine:
         self.parameters = Parameters(plan, self.slots, traits.root)
         self.units = Units(plan, self.slots, remat, self)
         self.traits, self.exact = traits, bool(traits.exact)
+        self.activations: HostedActivations | None = None
         self.executor: Executor | None = None
         self.counts: dict[str, int] = {}
         self.inside = ""
@@ -126,6 +129,8 @@ class Engine:
     def stop(self) -> None:
         """The program is over, or has failed: no gradient is left on a leaf, and units can no longer be called."""
         ended, self.executor = self.executor is None, None
+        if self.activations is not None:
+            self.activations.stop()
         if not ended and not bare(self.slots.trained):
             for leaf in self.slots.trained:
                 leaf.grad = None
@@ -172,14 +177,16 @@ class Engine:
             versions = list(map(VERSION, watched))
         self.inside, self.passed = name, inputs
         try:
-            if saved_tensors_hooks(False) is None:
+            if self.activations is None and saved_tensors_hooks(False) is None:
                 result = function(*args, **kwargs)
             else:
-                with without_parameters(self.slots):
+                with hosting(self.activations, (name, index)) or without_parameters(self.slots):
                     result = function(*args, **kwargs)
         except Exception as error:
             if isinstance(error, RuntimeError) and "in-place operation" in str(error):
                 raise _forbidden(unit, called, args, kwargs) from error
+            if hosting(self.activations, (name, index)) and "saved tensor hooks" in str(error):
+                raise transforming(name) from error
             error.add_note(reads.told(name, self.plan))
             note_dtypes(error, name, inputs, leaves)
             raise
@@ -230,6 +237,8 @@ class Engine:
 
         A loss itself stays as it is, since its graph is still needed.
         """
+        if self.activations is not None:
+            self.activations.begin(batch)
         params = self.parameters.tree()
         versions = self.parameters.versions()
         watched = BatchWatch(batch, train)
