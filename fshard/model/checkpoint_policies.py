@@ -98,8 +98,8 @@ def offload(*, prefetch: int = 1) -> SavePolicy:
     """
     if type(prefetch) is not int or prefetch < 1:
         raise PlanError(
-            f"offload(prefetch={prefetch!r}): activations come back at least 1 backward ahead of their own, so that the "
-            f"copy has a compute to run beside: give an int of at least 1"
+            f"offload(prefetch={prefetch!r}): activations come back at least 1 backward ahead of their own, so that "
+            f"the copy has a compute to run beside: give an int of at least 1"
         )
     return SavePolicy(f"offload(prefetch={prefetch})", None, prefetch)
 

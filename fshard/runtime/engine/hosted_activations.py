@@ -5,8 +5,8 @@ calls that save the same, share it. After the call the schedule has what it keep
 (``activation_offload``), lets go of the source once that is over, and has it copied back ahead of the backward
 (``activation_fetch``). From then on autograd alone holds it, so it goes as soon as it would have gone without.
 
-Some stay where they are: parameters, which are views of the arena or of shards; the batch, which its owner holds anyway;
-and what is no plain memory of the device.
+Some stay where they are: parameters, which are views of the arena or of shards; the batch, which its owner holds
+anyway; and what is no plain memory of the device.
 """
 
 import weakref
@@ -143,7 +143,7 @@ class HostedActivations:
             return x
         if not any(storage is one for one in held):
             held.append(storage)
-        return SavedView(storage, x.dtype, x.size(), x.stride(), x.storage_offset())
+        return SavedView(storage, x.dtype, x.size(), x.stride(), int(x.storage_offset()))
 
     @staticmethod
     def unpack(kept: Any) -> Any:

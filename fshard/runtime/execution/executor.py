@@ -12,7 +12,7 @@ from fshard.errors import CommError, ScheduleError
 from fshard.runtime.engine.proxies import Mispredicted
 from fshard.runtime.execution.route import Observer, Route, ScheduleActions
 from fshard.runtime.execution.signals import Shield
-from fshard.schedule.ops import COMPUTE_KINDS, ROOT, Call, Op, Program
+from fshard.schedule.ops import COMPUTE_KINDS, ROOT, Call, Op
 
 T = TypeVar("T")
 

@@ -7,7 +7,6 @@ from fshard.runtime.execution.executor import Again, OnDemand
 from fshard.schedule.activation_moves import moves_of
 from fshard.schedule.ops import ROOT, Call, Op, Program
 
-
 Key = tuple[str, str, int]
 """A compute op: its kind, unit and call."""
 

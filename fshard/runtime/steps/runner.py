@@ -17,13 +17,13 @@ from fshard.runtime.comm import COLLECTIVES, exchange, refuse_nested
 from fshard.runtime.comm.facts import Facts, digest
 from fshard.runtime.engine.batch import check_detached, check_device, check_even, microbatches
 from fshard.runtime.engine.proxies import foreign_params
-from fshard.runtime.execution import ProgramTrace
 from fshard.runtime.engine.remat_rules import differentiated
+from fshard.runtime.execution import ProgramTrace
 from fshard.runtime.execution.executor import OnDemand, Scheduled
-from fshard.runtime.execution.tracing import program_of
 from fshard.runtime.execution.observers import observers_of
 from fshard.runtime.execution.route import Observer
 from fshard.runtime.execution.trace_program import GlueWatch
+from fshard.runtime.execution.tracing import program_of
 from fshard.runtime.steps.batch_rows import rows_of, uneven_rows
 from fshard.runtime.steps.consensus import (
     FAILED,
