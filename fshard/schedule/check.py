@@ -63,7 +63,6 @@ class _Run:
         self.held: dict[str, None] = {}  # slots taken by groups that may not stay
         self.under_way: Counter[str] = Counter()  # limited transfers, by kind
         self.kinds, self.microbatch_kinds, self.call_kinds = op_kinds(), microbatch_kinds(), call_kinds()
-        self.units = schedule.stages.reads
         self.groups = tracks_of(schedule, self.parts)
         self.edges, self.activations = EdgeCheck(schedule), ActivationCheck(schedule)
 
@@ -345,7 +344,7 @@ def _shape(op: Op, at: int, run: _Run) -> str:
     if (op.kind == "handshake") != (at == 0):
         return "handshake must be the first op, and no other"
     of_call = op.kind in run.call_kinds
-    known = run.units if of_call else run.groups if op.kind not in STEP_KINDS | {LOCAL} else ("",)
+    known = run.schedule.stages.reads if of_call else run.groups if op.kind not in STEP_KINDS | {LOCAL} else ("",)
     if op.target not in known:
         return f"{op.target!r} is not a {'unit' if of_call else 'group'} of this schedule"
     if op.index and not of_call and op.kind != LOCAL or op.microbatch and op.kind not in run.microbatch_kinds:

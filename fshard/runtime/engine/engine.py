@@ -29,7 +29,7 @@ from fshard.model.casting import note_dtypes
 from fshard.model.remat_function import exact
 from fshard.model.unit import Unit
 from fshard.runtime.engine.batch import BatchWatch
-from fshard.runtime.engine.hosted_activations import HostedActivations, hosting
+from fshard.runtime.engine.hosted_activations import HostedKey, hosting
 from fshard.runtime.engine.parameters import Parameters
 from fshard.runtime.engine.proxies import Mispredicted
 from fshard.runtime.engine.remat_rules import NO_REMAT, Remat, reentrant_refused, transforming
@@ -93,7 +93,6 @@ class Engine:
         passed: the tensors among its arguments.
         inner: the units that the program has differentiated itself.
         graphs: what runs units as compiled graphs; None if nothing does.
-        activations: what moves activations to the host and back; None if nothing does.
         exact: whether the loss has taken derivatives that PyTorch gets wrong.
     """
 
@@ -103,7 +102,6 @@ class Engine:
         self.parameters = Parameters(plan, self.slots, traits.root)
         self.units = Units(plan, self.slots, remat, self)
         self.traits, self.exact = traits, bool(traits.exact)
-        self.activations: HostedActivations | None = None
         self.executor: Executor | None = None
         self.counts: dict[str, int] = {}
         self.inside = ""
@@ -129,8 +127,8 @@ class Engine:
     def stop(self) -> None:
         """The program is over, or has failed: no gradient is left on a leaf, and units can no longer be called."""
         ended, self.executor = self.executor is None, None
-        if self.activations is not None:
-            self.activations.stop()
+        if self.units.activations is not None:
+            self.units.activations.stop()
         if not ended and not bare(self.slots.trained):
             for leaf in self.slots.trained:
                 leaf.grad = None
@@ -177,16 +175,13 @@ class Engine:
             versions = list(map(VERSION, watched))
         self.inside, self.passed = name, inputs
         try:
-            if self.activations is None and saved_tensors_hooks(False) is None:
+            if self.units.activations is None and saved_tensors_hooks(False) is None:
                 result = function(*args, **kwargs)
             else:
-                with hosting(self.activations, (name, index)) or without_parameters(self.slots):
-                    result = function(*args, **kwargs)
+                result = self._hooked((name, index), function, args, kwargs)
         except Exception as error:
             if isinstance(error, RuntimeError) and "in-place operation" in str(error):
                 raise _forbidden(unit, called, args, kwargs) from error
-            if hosting(self.activations, (name, index)) and "saved tensor hooks" in str(error):
-                raise transforming(name) from error
             error.add_note(reads.told(name, self.plan))
             note_dtypes(error, name, inputs, leaves)
             raise
@@ -196,6 +191,17 @@ class Engine:
             raise reads.written(name, watched, versions)
         self._mark(BackwardMark(self, name, index), reads, _tensors(result), inputs)
         return result
+
+    def _hooked(self, call: HostedKey, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Any:
+        """Return the result of a function under hooks on what autograd saves: a user's, or those that move it."""
+        moves = hosting(self.units.activations, call)
+        try:
+            with moves or without_parameters(self.slots):
+                return function(*args, **kwargs)
+        except RuntimeError as error:
+            if moves is not None and "saved tensor hooks" in str(error):
+                raise transforming(call[0]) from error
+            raise
 
     def _mark(
         self, mark: "BackwardMark", reads: UnitReads, outputs: Sequence[Tensor], inputs: Sequence[Tensor]
@@ -237,8 +243,8 @@ class Engine:
 
         A loss itself stays as it is, since its graph is still needed.
         """
-        if self.activations is not None:
-            self.activations.begin(batch)
+        if self.units.activations is not None:
+            self.units.activations.begin(batch)
         params = self.parameters.tree()
         versions = self.parameters.versions()
         watched = BatchWatch(batch, train)
@@ -286,6 +292,11 @@ class Engine:
                 self._collect_outside(group, numbers, leaves)
         self.under_way = name
         return True
+
+    def kept(self, name: str, index: int, saved: list[Any]) -> list[Any]:
+        """Values that a graph of a call has saved, or what is kept in the place of those that leave for the host."""
+        moves = self.units.activations
+        return saved if moves is None or (name, index) not in moves.calls else moves.saved((name, index), saved)
 
     def leave_backward(self, shared: bool) -> None:
         """The backward of the unit under way is over; with ``shared`` some of its gradients are still on their way."""

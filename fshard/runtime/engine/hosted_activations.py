@@ -132,7 +132,7 @@ class HostedActivations:
             yield
 
     def saved(self, call: HostedKey, values: Sequence[Any]) -> list[Any]:
-        """What a graph of a call has saved, in the place of these values."""
+        """Values that a graph of a call has saved, and what is kept in the place of those that leave."""
         held = self.held.setdefault(call, [])
         return [self.pack(x, held) if type(x) is Tensor else x for x in values]
 

@@ -302,8 +302,8 @@ def _moves(engine: Engine, program: Program | None, copies: TracedCopies) -> Tra
     """Return what moves activations in a run of a program whose calls are known; None without one."""
     if program is None:
         return None
-    engine.activations = HostedActivations(engine.slots, called(program), copies)
-    return TracedMoves(program, engine.activations)
+    engine.units.activations = moves = HostedActivations(engine.slots, called(program), copies)
+    return TracedMoves(program, moves)
 
 
 def as_fake(mode: ProgramMode, x: Tensor) -> Tensor:

@@ -63,11 +63,11 @@ class Tracing:
 
     def reach(self, kind: str, unit: str, index: int) -> None:
         """Note the call."""
-        if self.moves is not None:
-            self.settle()
-            self.moves.before((kind, unit, index))
-            self.latest = kind, unit, index
+        self.settle()
         self.turn()
+        if self.moves is not None:
+            self.latest = kind, unit, index
+            self.moves.before(self.latest)  # no other op stands between these and the compute
         self.again.reach(kind, unit)
         if unit != ROOT:
             (self.forward if kind == "forward" else self.backward).append(Call(unit, index))

@@ -31,7 +31,7 @@ class Copies(Protocol):
         """Start to copy it back, to new memory; what is kept must stay until the handle was waited for."""
 
     def drop(self, kept: Sequence[Tensor]) -> None:
-        """What was kept on the host is not read again."""
+        """Note that nobody reads these on the host again."""
 
 
 @dataclass

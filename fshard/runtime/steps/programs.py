@@ -251,7 +251,7 @@ class Programs:
         if found.program.hosted:
             copies = ActivationCopies(self.memory.offload, self.memory.host)
             moves = HostedActivations(prepared.engine.slots, called(found.program), copies)
-            prepared.engine.activations = prepared.actions.activations = moves
+            prepared.engine.units.activations = prepared.actions.activations = moves
         self._compiled(prepared, found)
         return prepared
 
