@@ -194,8 +194,8 @@ ITS_OWN = {
     "activations on the host": (
         "event: ActivationCopies.come",
         "event: ActivationCopies.leave",
-        "wait: HostedActivations.came",
-        "wait: HostedActivations.left",
+        "wait: CopyHandle.wait < HostedActivations.came",
+        "wait: CopyHandle.wait < HostedActivations.left",
     ),
     "replicas apart": ("event: Exchange._start", "wait for exchange(replica)"),
     "collectives of every kind": tuple(f"event: {how} <" for how in ("exchange", "permute", "ragged", "scatter_sum")),

@@ -113,10 +113,7 @@ class GraphCall:
                 if held is outputs[i]:
                     saved[place] = alias
             self.watched.append((alias, alias._version))
-        self.saved = self.host.kept(self.name, self.index, saved)
-        if self.saved is not saved:  # what leaves is watched until then where it is moved, and not held by this
-            stays = {storage_of(x) for x in self.saved if isinstance(x, Tensor)}
-            self.watched = [(x, version) for x, version in self.watched if storage_of(x) in stays]
+        self._keep(saved)
         edges = [inputs[n] if kind == "in" else bound.leaves[n] for kind, n in graph.edges]
         if anchored or not edges:
             edges += bound.anchor
@@ -128,6 +125,13 @@ class GraphCall:
             return attached  # type: ignore[no-any-return]
         whole = dict(enumerate(outputs)) | dict(zip(wanted, attached, strict=True))
         return list(whole.values())
+
+    def _keep(self, saved: list[Any]) -> None:
+        """Keep what the forward has saved; what leaves for the host is watched where it is moved, and not held here."""
+        self.saved = self.host.kept(self.name, self.index, saved)
+        if self.saved is not saved:
+            stays = {storage_of(x) for x in self.saved if isinstance(x, Tensor)}
+            self.watched = [(x, version) for x, version in self.watched if storage_of(x) in stays]
 
     def backward(self, grads: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
         """Run the backward; return the gradients for the edges of the node."""
