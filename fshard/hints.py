@@ -31,7 +31,8 @@ OF_MODULES: Mapping[str, Mapping[str, str]] = {
     },
     "fshard.optim.schedules": {
         "cosine cosine_decay CosineAnnealingLR": "fs.optim.schedules.warmup_cosine(peak, warmup=0, total=steps)",
-        "OneCycleLR wsd StepLR ExponentialLR exponential": "any function of the step is a schedule",
+        "wsd WSD": "fs.optim.schedules.warmup_stable_decay(peak, warmup, total, cooldown)",
+        "OneCycleLR StepLR ExponentialLR exponential": "any function of the step is a schedule",
     },
     "fshard.tree": {
         "sub subtract": "fs.tree.add(a, b, -1.0)",

@@ -227,7 +227,10 @@ def read_data() -> tuple[Any, Any]:
 
 def make_plan(model: fs.Model, mesh: fs.Mesh) -> fs.Plan:
     """Say which rank holds what: leaves are sharded over all axes but replica, where no rule says otherwise."""
-    cut = tuple(axis for axis in mesh.axis_names if axis != "replica") or mesh.axis_names
+    stages = None
+    if CONFIG["mesh.stages"]:
+        stages = fs.Stages(CONFIG["mesh.stages"], **CONFIG["stages"])
+    cut = tuple(CONFIG["mesh.cut"])
     rules: list[Any] = [(".*", fs.fsdp(cut))]
     if CONFIG["mesh.rules"]:
         kinds: dict[str, Any] = {"fsdp": lambda *axes: fs.fsdp(axes or cut), "replicated": fs.P}
@@ -238,7 +241,7 @@ def make_plan(model: fs.Model, mesh: fs.Mesh) -> fs.Plan:
     precision = None
     if CONFIG["step.precision"] == "bf16":
         precision = fs.Precision(compute=torch.bfloat16, inputs=True)
-    return fs.make_plan(model, mesh, rules, batch=fs.P(tuple(CONFIG["mesh.batch"])), precision=precision)
+    return fs.make_plan(model, mesh, rules, batch=fs.P(tuple(CONFIG["mesh.batch"])), precision=precision, stages=stages)
 
 
 def logits_of(model: fs.Model, params: Any, tokens: Tensor, batch: Any) -> Any:
@@ -278,18 +281,9 @@ def loss(model: fs.Model, params: Any, batch: Any) -> Any:
         return fs.Mean(losses / CONFIG["objective.unit"], (targets >= 0).sum())
 
 
-def warmup_stable_decay(step: int, peak: float, floor: float, warmup: int, total: int, cooldown: int) -> float:
-    """The rate of a rise, a plateau, and a straight fall at the end (Hu et al., "MiniCPM", 2024)."""
-    risen = min(1.0, (step + 1) / (warmup + 1))
-    return floor + (peak * risen - floor) * min(1.0, max(0.0, (total - step) / cooldown))
-
-
 def make_step(model: fs.Model, plan: fs.Plan) -> fs.types.TrainStep:
     """Make the train step, with its optimizer."""
-    if CONFIG["rate.kind"] == "wsd":
-        rate: Any = functools.partial(warmup_stable_decay, **CONFIG["rate"])
-    else:
-        rate = getattr(fs.optim.schedules, CONFIG["rate.kind"])(**CONFIG["rate"])
+    rate = getattr(fs.optim.schedules, CONFIG["rate.kind"])(**CONFIG["rate"])
     decay = {"matrices": fs.optim.matrices, "all": None}[CONFIG["optimizer.decay"]]
     opt: Any = fs.optim.adamw(rate, decay=decay, **CONFIG["adamw"])
     if CONFIG["optimizer.name"] == "muon":
@@ -297,7 +291,10 @@ def make_step(model: fs.Model, plan: fs.Plan) -> fs.types.TrainStep:
         opt = fs.optim.partition([(matrices(model), muon), (".*", opt)])
     if CONFIG["optimizer.average"]:
         opt = fs.optim.ema(opt, CONFIG["optimizer.average"])
-    return fs.make_train_step(functools.partial(loss, model), opt, plan, **CONFIG["step"])
+    options: dict[str, Any] = {}
+    if CONFIG["step.pipeline"]:
+        options["schedule"] = fs.Policy(pipeline=CONFIG["step.pipeline"])
+    return fs.make_train_step(functools.partial(loss, model), opt, plan, **CONFIG["step"], **options)
 
 
 def first_values(model: Any) -> list[tuple[str, Any]]:

@@ -124,7 +124,7 @@ def run(args: argparse.Namespace) -> int:
             if searched is not None:
                 job, mesh = _on_best(args, job, searched.best), searched.best.mesh
             if staged is not None:
-                return _show_stages(args, foresee_stages(staged, mesh, machines, progress))
+                return _show_staged(args, foresee_stages(staged, mesh, machines, progress))
             seen, found = foreseen(job, mesh, machines, searched, progress)
         if args.html:
             progress("pictures", 0.97)
@@ -139,38 +139,38 @@ def run(args: argparse.Namespace) -> int:
     return 0 if seen.fits else 1
 
 
-def staged_job(args: argparse.Namespace, job: Any, mesh: Mesh) -> Job | None:
+def staged_job(args: argparse.Namespace, job: Any, mesh: Mesh) -> Any:
     """The job with the stages that it has, or that an axis named ``stage`` gives it; None without stages.
 
     Raises:
-        PlanError: a job that is a step already, or an option that stages do not have.
+        PlanError: an option that stages do not have.
     """
-    if not isinstance(job, Job):
-        if isinstance(job[0], PipelineStep):
-            raise PlanError(
-                f"{args.job} returns a train step with stages, whose order is chosen already: return a dict of model, "
-                f"loss and batch, with 'stages': fs.Stages(...), or ask step.trace(batch).schedules"
-            )
-        return None
-    if job.stages is None and STAGE not in mesh.axis_names:
+    made = isinstance(job, Job)
+    staged = job.stages is not None or STAGE in mesh.axis_names if made else isinstance(job[0], PipelineStep)
+    if not staged:
         return None
     given = [f"--{name}" for name in ("search", "html") if getattr(args, name)]
     if given:
         raise PlanError(f"{', '.join(given)}: not for meshes with stages: leave it out, or the axis of the stages")
-    return job if job.stages is not None else replace(job, stages=Stages(STAGE))
+    return job if not made or job.stages is not None else replace(job, stages=Stages(STAGE))
 
 
-def _show_stages(args: argparse.Namespace, seen: StagedForesight) -> int:
+def show_stages(seen: StagedForesight) -> None:
     """Print a forecast of stages."""
+    for title, head, rows in staged_sections(seen):
+        _table(title, head, rows)
+    if not seen.fits:
+        limit, least = size_text(seen.hardware.memory or 0), size_text(max(seen.chosen.held))
+        print(f"no order fits into {limit}: the least is {least}, {order_of(seen.chosen)}")
+        print("what holds less: more stages, more ranks on the other axes, --remat all, fewer --rows")
+
+
+def _show_staged(args: argparse.Namespace, seen: StagedForesight) -> int:
+    """Print a forecast of stages in the form that was asked for; returns the exit status."""
     if args.json:
         print(json.dumps(staged_json(seen), indent=1))
     else:
-        for title, head, rows in staged_sections(seen):
-            _table(title, head, rows)
-        if not seen.fits:
-            limit, least = size_text(seen.hardware.memory or 0), size_text(max(seen.chosen.held))
-            print(f"no order fits into {limit}: the least is {least}, {order_of(seen.chosen)}")
-            print("what holds less: more stages, more ranks on the other axes, --remat all, fewer --rows")
+        show_stages(seen)
     return 0 if seen.fits else 1
 
 

@@ -3,12 +3,24 @@
 import argparse
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from fshard.arguments import size_text
-from fshard.cli.plan_command import add_hardware, foreseen, read_hardware, seldom_collected, show, telling
+from fshard.cli.plan_command import (
+    add_hardware,
+    foreseen,
+    read_hardware,
+    seldom_collected,
+    show,
+    show_stages,
+    telling,
+)
 from fshard.errors import PlanError
 from fshard.foresight.foresee import state_bytes
+from fshard.foresight.hardware import Hardware
+from fshard.foresight.staged_foresight import foresee_stages
 from fshard.launching.caller import launch
+from fshard.pipeline.pipeline_step import PipelineStep
 from fshard.recipe.config_checks import check_config
 from fshard.recipe.config_text import key_table, to_toml
 from fshard.recipe.read_config import ReadConfig, read_config
@@ -68,6 +80,8 @@ def forecast(read: ReadConfig, args: argparse.Namespace) -> int:
     """Print the plan, the memory of a rank here, and the forecast of ``fshard plan``; returns the exit status."""
     machines = read_hardware(args)
     step, batch = planned(read, args.ranks or 1)
+    if isinstance(step, PipelineStep):
+        return _forecast_stages(step, batch, machines)
     trace, state = step.trace(batch), size_text(state_bytes(step, step.plan))
     peak = size_text(trace.footprint.peak_bytes) if trace.needs else None
     print(f"{step.plan}\nschedule: {trace.schedule!r}")
@@ -78,4 +92,15 @@ def forecast(read: ReadConfig, args: argparse.Namespace) -> int:
     with telling(silent=False) as progress, seldom_collected():
         seen, found = foreseen((step, batch), step.plan.mesh, machines, None, progress)
     show(seen, found)
+    return 0 if seen.fits else 1
+
+
+def _forecast_stages(step: PipelineStep, batch: Any, machines: Hardware) -> int:
+    """Print the plan, the schedules, and the forecast of stages; returns the exit status."""
+    whole = step.plan.whole
+    assert whole is not None
+    with telling(silent=False) as progress, seldom_collected():
+        seen = foresee_stages((step, batch), whole.mesh, machines, progress)
+    print(f"{whole}\n{seen.chosen.schedules}")
+    show_stages(seen)
     return 0 if seen.fits else 1

@@ -31,7 +31,8 @@ GPU = "cuda"
 """The device of plans that are foreseen."""
 
 NEEDED = ("model", "loss", "batch")
-KNOWN = (*NEEDED, "rules", "units", "optimizer", "batch_spec", "precision", "accumulate", "remat", "wire", "stages")
+OTHERS = "rules units optimizer batch_spec precision accumulate remat wire stages chunked"
+KNOWN = (*NEEDED, *OTHERS.split())
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,9 @@
 """The forecast of a step whose stages lie on different ranks: orders, idle time, and memory by position."""
 
-from collections.abc import Iterator, Mapping, Sequence
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from fshard.errors import BatchError, PlanError, ScheduleError
 from fshard.foresight.foresee import Progress, for_gpus, sizes, state_bytes
@@ -13,7 +14,7 @@ from fshard.pipeline.named_orders import fitting_orders
 from fshard.pipeline.pipeline_simulation import PipelineSimulation, simulate_together
 from fshard.pipeline.pipeline_step import PipelineStep
 from fshard.pipeline.pipeline_trace import PipelineSchedules
-from fshard.pipeline.staged_choice import policies
+from fshard.pipeline.staged_choice import orders_of, policies
 from fshard.pipeline.staged_task import PositionForecast, StagedTask
 from fshard.pipeline.stages import Stages
 from fshard.runtime.execution.update_memory import update_needs
@@ -105,12 +106,13 @@ class StagedForesight:
 
 
 def foresee_stages(
-    job: Job, mesh: Mesh, hardware: Hardware, progress: Progress = lambda what, part: None
+    job: Job | tuple[PipelineStep, Any], mesh: Mesh, hardware: Hardware, progress: Progress = lambda what, part: None
 ) -> StagedForesight:
     """Return what a step with stages would hold, send and take, by order.
 
     Args:
-        job: with ``stages``: a cut of one chunk tries the orders of more chunks, too.
+        job: with ``stages``: a cut of one chunk tries the orders of more chunks, too. Of a step and a batch, the orders
+            are those that its policy leaves open.
         mesh: all ranks.
         hardware: what it would run on, without measured costs.
         progress: is told how far it is.
@@ -118,46 +120,83 @@ def foresee_stages(
     Raises:
         PlanError: no order can be; the hardware has measured costs, which are those of a program without stages.
     """
-    assert job.stages is not None
     if hardware.costs is not None:
         raise PlanError("--costs are of a step without stages: leave them out, or leave the axis of stages out")
     options, refused, facts = list[StagedOption](), dict[str, Exception](), None
-    cuts = [*_cuts(job.stages)]
-    for number, (stages, orders) in enumerate(cuts):
-        progress(f"stages, {stages.chunks} on a rank", number / len(cuts))
+    cuts = [*_cuts(job, mesh)]
+    for number, cut in enumerate(cuts):
+        progress(f"stages, {cut.stages.chunks} on a rank", number / len(cuts))
         try:
-            step, batch = replace(job, stages=stages).step(mesh)
-            assert isinstance(step, PipelineStep)
+            step, batch = cut.make()
             task = step.task(batch)
         except (PlanError, BatchError) as error:
-            refused |= dict[str, Exception].fromkeys(orders, error)
+            refused |= dict[str, Exception].fromkeys([policy.pipeline for policy in cut.policies], error)
             continue
-        for policy in policies(orders):
+        for policy in cut.policies:
             try:
-                option, flops = _option(task, step, stages, policy, hardware)
+                option, flops = _option(task, step, cut.stages, policy, hardware)
             except (PlanError, ScheduleError) as error:
                 refused[policy.pipeline] = error
                 continue
             options.append(option)
-            facts = facts or (step.plan.whole, batch, flops)
+            facts = facts or (step, batch, flops)
     if facts is None:
         raise next(iter(refused.values()))  # of the simplest cut
-    plan, batch, flops = facts
-    assert isinstance(plan, Plan)
+    return _seen(mesh, hardware, options, refused, *facts, getattr(job, "words", ""))
+
+
+def _seen(
+    mesh: Mesh,
+    hardware: Hardware,
+    options: list[StagedOption],
+    refused: Mapping[str, Exception],
+    step: PipelineStep,
+    batch: Any,
+    flops: int,
+    words: str,
+) -> StagedForesight:
+    """The forecast, of what each order came to, and of a step and a batch."""
+    plan = step.plan.whole
+    assert plan is not None
     options.sort(key=lambda each: (each.seconds, max(each.held)))
     count = sum(leaf.numel for leaf in plan.leaves.values())
     possible = {each.policy.pipeline for each in options}
     told = {name: " ".join(f"{why}".split()) for name, why in refused.items() if name not in possible}
     peak, known = hardware.speed_for(plan).peak, replace(hardware, words=hardware.words_for(plan))
-    numbers = job.accumulate, count, *sizes(batch), flops, peak, plan.data_size
-    return StagedForesight(mesh, known, options, told, *numbers, job.words)
+    numbers = step.programs.accumulate, count, *sizes(batch), flops, peak, plan.data_size
+    return StagedForesight(mesh, known, options, told, *numbers, words)
 
 
-def _cuts(given: Stages) -> Iterator[tuple[Stages, list[str]]]:
-    """The cuts that are tried, and the orders of each."""
+class _Cut(NamedTuple):
+    """A cut that is tried: its stages, its policies, and what makes a step and a batch."""
+
+    stages: Stages
+    policies: list[Policy]
+    make: Callable[[], tuple[PipelineStep, Any]]
+
+
+def _cuts(job: Job | tuple[PipelineStep, Any], mesh: Mesh) -> Iterator[_Cut]:
+    """The cuts that are tried, and the policies of each."""
+    if not isinstance(job, Job):
+        whole, found = job[0].plan.whole, job[0].programs.policy
+        assert whole is not None and whole.stages is not None and whole.source is not None
+        cut, orders = whole.source.stages, orders_of(whole.stages)
+        assert isinstance(cut, Stages)
+        yield _Cut(cut, [found] if isinstance(found, Policy) else [*policies(orders, found.update)], lambda: job)
+        return
+    given = job.stages
+    assert given is not None
     free = given.cut == "balanced" and given.chunks == 1
     for chunks, placement in CUTS if free else [(given.chunks, given.placement)]:
-        yield replace(given, chunks=chunks, placement=placement), fitting_orders(chunks, placement)
+        stages = replace(given, chunks=chunks, placement=placement)
+        yield _Cut(stages, [*policies(fitting_orders(chunks, placement))], functools.partial(_made, job, stages, mesh))
+
+
+def _made(job: Job, stages: Stages, mesh: Mesh) -> tuple[PipelineStep, Any]:
+    """The step of a job with these stages, and a batch."""
+    step, batch = replace(job, stages=stages).step(mesh)
+    assert isinstance(step, PipelineStep)
+    return step, batch
 
 
 def _option(

@@ -22,14 +22,14 @@ def order_of(option: StagedOption) -> str:
     chunks = f", {stages.chunks} stages a rank" if stages.chunks > 1 else ""
     kept = "" if policy.reshard is True else ", parameters kept"
     sums = ", gradients reduced once a step" if policy.accumulation == "full" else ""
-    return f"{policy.pipeline}{chunks}{kept}{sums}"
+    return f"{option.schedules.order.name}{chunks}{kept}{sums}"
 
 
 def best_of_each(seen: StagedForesight) -> list[StagedOption]:
     """The options to show: the chosen one, and of each order the fastest that fits, or the one that holds least."""
     found: dict[str, StagedOption] = {}
     for each in sorted(seen.options, key=lambda each: (not seen.fit(each), each.seconds)):
-        found.setdefault(each.policy.pipeline, each)
+        found.setdefault(each.schedules.order.name, each)
     return sorted(found.values(), key=lambda each: (each is not seen.chosen, each.seconds))
 
 
@@ -98,7 +98,7 @@ def staged_json(seen: StagedForesight) -> dict[str, Any]:
 
 def _option(each: StagedOption) -> dict[str, Any]:
     return {
-        "order": each.policy.pipeline,
+        "order": each.schedules.order.name,
         "chunks": each.stages.chunks,
         "placement": each.stages.placement,
         "policy": str(each.policy),

@@ -14,8 +14,8 @@ from fshard.generation.sampling import Sampling
 from fshard.runtime.comm import collective_call, telling
 from fshard.runtime.engine import Mean
 from fshard.sharding.plan import Plan
-from fshard.sharding.stage_table import refuse_stages
 from fshard.state.init import unshard
+from fshard.state.move import reshard_state
 from fshard.state.train_state import TrainState
 from fshard.training.evaluate import make_eval_step
 
@@ -91,8 +91,9 @@ class Generate:
     """
 
     def __init__(self, forward: Forward, plan: Plan, weights: str) -> None:
-        self.forward, self.plan, self.weights = forward, plan, weights
-        self._step = make_eval_step(self._read, plan)
+        self.forward, self.weights = forward, weights
+        self.plan = plan if plan.stages is None else plan.replace(stages=None)
+        self._step = make_eval_step(self._read, self.plan)
 
     def __repr__(self) -> str:
         return f"<generate from {self.weights} weights>"
@@ -127,6 +128,8 @@ class Generate:
         if self.plan.mesh.everywhere:
             raise PlanError("fs.generate outside of mesh.run: ranks have prompts of their own; call it in mesh.run(fn)")
         with telling(self.plan.mesh):
+            if state.plan.whole is not None:  # a token passes all units, so each rank takes part in all of them
+                state = reshard_state(state, self.plan, None)
             return self._generated(state, self._rows(prompts, max_new, sampling, eos), max_new, sampling, first)
 
     def _generated(
@@ -191,7 +194,7 @@ def make_generate(forward: Forward, plan: Plan, *, weights: str = "sharded") -> 
     Args:
         forward: how the model reads tokens, with a cache: ``forward(params, tokens, cache, places) -> (logits,
             cache)``; ``fs.generation.hugging_face(model)`` makes one. ``places`` is an ``fs.generation.Places``.
-        plan: the plan.
+        plan: the plan. Where it has stages, each call first brings the parameters to all of them.
         weights: ``"sharded"`` gathers each unit when a token needs it, and frees it after it: each token costs all
             all-gathers. ``"whole"`` gathers all weights once a call: that takes the memory of the model on each rank,
             and then every rank generates by itself.
@@ -212,7 +215,7 @@ def make_generate(forward: Forward, plan: Plan, *, weights: str = "sharded") -> 
         ("plan", plan, Plan, "what fs.make_plan returned"),
     ]
     expect("make_generate(forward, plan)", wants)
-    refuse_stages("make_generate(forward, plan)", plan)
+    plan = plan.whole or plan
     if weights not in WEIGHTS:
         raise PlanError(f"weights={weights!r} must be one of {', '.join(map(repr, WEIGHTS))}")
     local = sorted({axis for leaf in plan.leaves.values() for axis in leaf.compute.axes})

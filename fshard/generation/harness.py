@@ -13,6 +13,7 @@ from fshard.generation.places import Forward, Places, padded, read
 from fshard.generation.sampling import Sampling
 from fshard.runtime.comm import all_ranks_or_raise, enter, mesh_communicator, telling
 from fshard.sharding.mesh import Mesh
+from fshard.state.move import reshard_state
 from fshard.state.train_state import TrainState
 from fshard.tracking.tracker import need
 from fshard.training.evaluate import make_eval_step
@@ -160,6 +161,8 @@ def harness(
         ("decode", decode, Callable, "a function from tokens to text"),
     ]
     expect("harness(state, forward)", wants)
+    if state.plan.whole is not None:
+        state = reshard_state(state, state.plan.replace(stages=None), None)
     scorer = Scorer(state, forward, encode, decode, eos, length, batch)
     base: Any = import_module("lm_eval.api.model").LM
 

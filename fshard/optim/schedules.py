@@ -11,7 +11,7 @@ from typing import NoReturn
 from fshard.hints import unknown_name
 from fshard.optim import checks
 
-__all__ = ["constant", "linear", "warmup_cosine", "warmup_linear"]
+__all__ = ["constant", "linear", "warmup_cosine", "warmup_linear", "warmup_stable_decay"]
 
 
 @dataclass(frozen=True)
@@ -125,6 +125,47 @@ class warmup_cosine(Warmup):  # noqa: N801
 
     def _fallen(self, done: float) -> float:
         return 0.5 - 0.5 * math.cos(math.pi * done)
+
+
+@dataclass(frozen=True)
+class warmup_stable_decay:  # noqa: N801
+    """A rise over ``warmup`` steps to ``peak``, a plateau, and a straight line down to ``floor`` at step ``total``.
+
+    A run that is to be longer than planned goes on from a checkpoint of the plateau (Hu et al., "MiniCPM", 2024).
+
+    Args:
+        peak: the rate of the plateau.
+        warmup: how many steps are below the peak at first; 0 starts at the peak.
+        total: the step from which on the rate is ``floor``.
+        cooldown: the steps of the fall; with ``warmup`` at most ``total``.
+        floor: the last rate, in [0, peak].
+
+    >>> [round(warmup_stable_decay(1.0, warmup=1, total=6, cooldown=2)(step), 2) for step in range(7)]
+    [0.5, 1.0, 1.0, 1.0, 1.0, 0.5, 0.0]
+    """
+
+    peak: float
+    warmup: int
+    total: int
+    cooldown: int
+    floor: float = 0.0
+
+    def __post_init__(self) -> None:
+        problems = checks.number("peak", self.peak) + checks.number("floor", self.floor)
+        if not problems and self.floor > self.peak:
+            problems.append(f"floor = {self.floor!r}: must not be above peak = {self.peak!r}")
+        steps = checks.count("warmup", self.warmup, least=0) + checks.count("total", self.total)
+        steps += checks.count("cooldown", self.cooldown)
+        if not steps and self.warmup + self.cooldown > self.total:
+            steps.append(f"warmup = {self.warmup} and cooldown = {self.cooldown}: must be at most total = {self.total}")
+        checks.require(self, *problems, *steps)
+
+    def __call__(self, step: int) -> float:
+        """The rate at this step."""
+        if step < self.warmup:
+            return self.peak * (step + 1) / (self.warmup + 1)
+        left = min(1.0, max(0, self.total - step) / self.cooldown)
+        return _between(self.floor, self.peak, left)
 
 
 def _between(start: float, stop: float, fraction: float) -> float:

@@ -1,79 +1,124 @@
 """Attention on one rank, with the logsumexp of its scores, which joins the parts of a softmax.
 
-On CPUs a fused kernel of PyTorch returns these sums. Elsewhere the scores are computed in full.
+A mask, and scores where no fused kernel fits, exist for a tile of the queries at a time, so memory is linear in the
+number of tokens.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from fshard.collectives.linear import is_fake
+from fshard.parallel.attention_kernels import kernel_for
 
-def attend(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+TILE = 1 << 24
+"""The largest number of elements of a tile of masks or scores, unless 16 queries have more."""
+LEAST = 16
+"""The fewest queries of a tile."""
+
+
+@dataclass(frozen=True)
+class AttentionMask:
+    """The keys that each query attends to.
+
+    Attributes:
+        causal: of as many queries as keys, each sees the keys up to its own place.
+        queries, keys: the number of each one's document, (batch, queries) and (batch, keys). A query sees keys of its
+            own document alone. None: all are of one document.
+    """
+
+    causal: bool
+    queries: Tensor | None = None
+    keys: Tensor | None = None
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, seen: AttentionMask, scale: float) -> tuple[Tensor, Tensor]:
     """Attention, and the logsumexp of each query's scores, (batch, heads, queries) in float32 or better.
 
     ``q`` is (batch, heads, queries, width), ``k`` and ``v`` are (batch, kv heads, keys, width): each kv head serves
-    equally many neighbouring heads. ``causal`` queries, as many as keys, attend only to keys up to their position.
+    equally many neighbouring heads. A query that sees no key has the output 0 and the logsumexp -inf.
     """
-    k, v = _for_heads(q, k), _for_heads(q, v)
-    if q.device.type != "cpu":
-        return by_scores(q, k, v, causal, scale)
-    fused = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-    out, lse = fused(*map(_in_rows, (q, k, v)), 0.0, causal, scale=scale)
+    masked = seen.keys is not None
+    kernel = kernel_for(q, k, v, seen.causal, masked)
+    if not masked and not kernel.whole:
+        return kernel.forward(q, k, v, None, seen.causal, scale)
+    out = torch.zeros_like(q)
+    lse = q.new_full(q.shape[:3], -torch.inf, dtype=torch.promote_types(q.dtype, torch.float32))
+    for rows, columns, mask in _tiles(q, k, seen, q.shape[1] if kernel.whole else 1):
+        bias = None if mask is None else _bias(mask, q.dtype)
+        part, sums = kernel.forward(q[:, :, rows], k[:, :, columns], v[:, :, columns], bias, False, scale)
+        if masked:  # kernels differ in what a query without keys gets
+            assert mask is not None
+            some = mask.any(-1)
+            part, sums = part.masked_fill(~some.unsqueeze(-1), 0), sums.masked_fill(~some, -torch.inf)
+        out[:, :, rows], lse[:, :, rows] = part, sums
     return out, lse
 
 
-def by_scores(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
-    """``attend`` in plain operators, with equally many heads in all arguments."""
-    scores = _scores(q, k, causal, scale)
-    lse = scores.logsumexp(-1)
-    return ((scores - lse.unsqueeze(-1)).exp() @ v.to(scores.dtype)).to(q.dtype), lse
-
-
 def attend_backward(
-    queries: Sequence[Tensor], k: Tensor, v: Tensor, causal: bool, scale: float
+    queries: tuple[Tensor, ...], k: Tensor, v: Tensor, seen: AttentionMask, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """These keys' parts of the gradients of queries, keys and values.
 
     ``queries`` are the gradient of ``out``, then ``q``, ``out`` and ``lse``, the latter two over all keys; the other
-    arguments are those of ``attend``. The parts of all keys add up to the gradients (FlashAttention, Dao et al. 2022).
+    arguments are those of ``attend``. The parts of all keys add up to the gradients.
     """
     grad, q, out, lse = queries
-    shared = (k.shape[1], q.shape[1] // k.shape[1])
-    k, v = _for_heads(q, k), _for_heads(q, v)
-    if q.device.type == "cpu":
-        fused = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-        dq, dk, dv = fused(*map(_in_rows, (grad, q, k, v, out)), lse, 0.0, causal, scale=scale)
-    else:
-        dq, dk, dv = backward_by_scores(queries, k, v, causal, scale)
-    return dq, dk.unflatten(1, shared).sum(2), dv.unflatten(1, shared).sum(2)
+    masked = seen.keys is not None
+    kernel = kernel_for(q, k, v, seen.causal, masked)
+    if not masked and not kernel.whole:
+        return kernel.backward((grad, q, k, v, out, lse), None, seen.causal, scale)
+    dq, dk, dv = (torch.zeros_like(x, dtype=lse.dtype) for x in (q, k, v))
+    for rows, columns, mask in _tiles(q, k, seen, q.shape[1] if kernel.whole else 1):
+        bias = None if mask is None else _bias(mask, q.dtype)
+        mine, here = [x[:, :, rows] for x in queries], (k[:, :, columns], v[:, :, columns])
+        parts = kernel.backward((mine[0], mine[1], *here, mine[2], mine[3]), bias, False, scale)
+        dq[:, :, rows] += parts[0]
+        dk[:, :, columns] += parts[1]
+        dv[:, :, columns] += parts[2]
+    return dq, dk, dv
 
 
-def backward_by_scores(
-    queries: Sequence[Tensor], k: Tensor, v: Tensor, causal: bool, scale: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    """``attend_backward`` in plain operators, with equally many heads in all arguments."""
-    grad, q, out, lse = queries
-    weights = (_scores(q, k, causal, scale) - lse.unsqueeze(-1)).exp()
-    wide = grad.to(weights.dtype)
-    inner = wide @ v.to(weights.dtype).mT - (wide * out).sum(-1, keepdim=True)
-    scores = weights * inner * scale
-    return scores @ k.to(scores.dtype), scores.mT @ q.to(scores.dtype), weights.mT @ wide
+def visible(queries: Tensor | None, keys: Tensor | None, later: Tensor | None) -> Tensor | None:
+    """The mask, (batch or 1, 1, queries, keys): keys of the query's document that are not later than it."""
+    mask = None if later is None else ~later.expand(1, 1, *later.shape)
+    if queries is None or keys is None:
+        return mask
+    same = (queries.unsqueeze(-1) == keys.unsqueeze(-2)).unsqueeze(1)
+    return same if mask is None else same & mask
 
 
-def _for_heads(q: Tensor, x: Tensor) -> Tensor:
-    return x if x.shape[1] == q.shape[1] else x.repeat_interleave(q.shape[1] // x.shape[1], 1)
+def _tiles(q: Tensor, k: Tensor, seen: AttentionMask, heads: int) -> Iterator[tuple[slice, slice, Tensor | None]]:
+    """Queries, the range of keys that they may see, and the mask of both; None where all keys are seen.
+
+    ``heads`` is the number of heads for which a tile is held. On CPUs the range ends at the first and the last key that
+    is seen, and tiles of no key are left out. Elsewhere the host would have to wait for the device to know.
+    """
+    count, keys = q.shape[2], k.shape[2]
+    size = max(LEAST, TILE // max(1, q.shape[0] * heads * keys))
+    known = seen.keys is not None and q.device.type == "cpu" and not is_fake(seen.keys)
+    for start in range(0, count, size):
+        end = min(start + size, count)
+        stop = end if seen.causal else keys
+        later = (
+            torch.ones(end - start, stop, dtype=torch.bool, device=q.device).triu(start + 1) if seen.causal else None
+        )
+        mine = None if seen.queries is None else seen.queries[:, start:end]
+        mask = visible(mine, None if seen.keys is None else seen.keys[:, :stop], later)
+        first, last = _range(mask) if known and mask is not None else (0, stop)
+        if first < last:
+            mask = None if mask is None else mask[..., first:last]
+            yield slice(start, end), slice(first, last), mask
 
 
-def _in_rows(x: Tensor) -> Tensor:
-    """Contiguous along the last dim, as the fused kernels assume."""
-    return x if x.stride(-1) == 1 else x.contiguous()
+def _range(mask: Tensor) -> tuple[int, int]:
+    """The range of keys that any query sees."""
+    places = mask.flatten(0, -2).any(0).nonzero()
+    return (int(places[0]), int(places[-1]) + 1) if len(places) else (0, 0)
 
 
-def _scores(q: Tensor, k: Tensor, causal: bool, scale: float) -> Tensor:
-    wide = torch.promote_types(q.dtype, torch.float32)
-    scores = q.to(wide) @ k.to(wide).mT * scale
-    if not causal:
-        return scores
-    later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
-    return scores.masked_fill(later, -torch.inf)
+def _bias(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    """The numbers to add to scores: 0, or -inf for keys that are not seen."""
+    return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, -torch.inf)

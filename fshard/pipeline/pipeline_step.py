@@ -21,6 +21,7 @@ from fshard.pipeline.order_csv import parse_csv
 from fshard.pipeline.orders import PipelineOrder, parse
 from fshard.pipeline.pipeline_runner import PipelineRunner
 from fshard.pipeline.pipeline_trace import PipelineSchedules, PipelineTrace
+from fshard.pipeline.staged_choice import orders_of
 from fshard.pipeline.staged_task import StagedTask
 from fshard.runtime.engine.loss_result import Mean
 from fshard.runtime.engine.plain_values import is_float
@@ -100,7 +101,7 @@ class PipelineEvalStep(EvalStep):
         super().__init__(fn, plan.own, running, precision)
         secondary = secondary_of(running.policy)
         infos = functools.partial(group_infos, secondary=secondary)
-        order = functools.partial(order_of, plan.stages, name="gpipe")
+        order = functools.partial(order_of, plan.stages, name=orders_of(plan.stages)[0])  # of which forwards are run
         self._runner = self._staged = PipelineRunner(fn, self._programs(), order, infos, "evaluation step")
         self._equal = Equal(plan, running.told(), always=running.debug)
 

@@ -52,6 +52,24 @@ def _problems(config: TrainConfig) -> Iterator[tuple[str, str]]:
     yield from (found for found, wrong in tests.items() if wrong)
     yield from ((key, "it writes to a folder: give out") for key in needs_out if not config.out)
     yield from _rows(config)
+    yield from _stages(config)
+
+
+def _stages(config: TrainConfig) -> Iterator[tuple[str, str]]:
+    """Problems of the stages of a pipeline."""
+    mesh, order = config.mesh, config.step.pipeline
+    if mesh.stages and (mesh.stages not in mesh.axes or mesh.stages in mesh.batch or len(mesh.axes) < 2):
+        yield "mesh.stages", f"give one of mesh.axes, {', '.join(mesh.axes)}, and another for the batch"
+    if order and not mesh.stages:
+        yield "step.pipeline", "orders are those of stages: give mesh.stages"
+    if order and config.step.schedule == "auto":
+        yield "step.schedule", "it chooses the order: leave step.pipeline out"
+    for row in mesh.leaves:
+        if len(row) < 2 or not isinstance(row[0], str) or not all(type(stage) is int for stage in row[1:]):
+            yield (
+                "mesh.leaves",
+                f"{list(row)} is no leaf of stages: give [pattern, stage, ...], as ['embed.*', 0, -1]",
+            )
 
 
 def _rows(config: TrainConfig) -> Iterator[tuple[str, str]]:
@@ -65,6 +83,12 @@ def _rows(config: TrainConfig) -> Iterator[tuple[str, str]]:
     for value in config.model.init:
         if len(value) < 2 or value[1] not in names:
             yield "model.init", f"{list(value)} is no value: give [pattern, one of {', '.join(names)}, its numbers...]"
+
+
+def data_axes(config: TrainConfig) -> tuple[str, ...]:
+    """The axes over which a batch is cut."""
+    mesh = config.mesh
+    return mesh.batch or tuple(axis for axis in mesh.axes if axis != mesh.stages)
 
 
 def source_format(config: TrainConfig) -> str:

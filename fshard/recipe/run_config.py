@@ -13,7 +13,7 @@ from fshard.arguments import Want, expect, raised
 from fshard.checkpoint.checkpointer import Checkpointer
 from fshard.errors import CheckpointError, PlanError, ShardError, TreeError, lines, missing_extra
 from fshard.launch import make_mesh
-from fshard.recipe.config_checks import check_config, reads_weights
+from fshard.recipe.config_checks import check_config, data_axes, reads_weights
 from fshard.recipe.config_text import changed_meaning, to_toml
 from fshard.recipe.read_config import ReadConfig, flat, read_config
 from fshard.recipe.train_config import TrainConfig
@@ -144,7 +144,7 @@ def _check_run(read: ReadConfig) -> None:
 def _check_batch(read: ReadConfig, mesh: Mesh) -> None:
     """Refuse a batch that ranks and microbatches cannot share."""
     config = read.config
-    ranks = mesh.axis_size(config.mesh.batch or mesh.axis_names)
+    ranks = mesh.axis_size(data_axes(config))
     if config.batch % (ranks * config.step.accumulate):
         parts = f"{ranks} ranks x step.accumulate = {config.step.accumulate}"
         raise PlanError(f"{read.place('batch')}: batch = {config.batch}: must be a multiple of {parts}")

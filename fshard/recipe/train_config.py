@@ -4,6 +4,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+from fshard.pipeline.named_orders import ORDERS
+
 T = TypeVar("T")
 
 VERSION = 1
@@ -109,7 +111,11 @@ class MeshConfig:
     rules: tuple[tuple[str, ...], ...] = key(
         (), '[[pattern, "fsdp", axis...], [pattern, "replicated"], [pattern, "dims", axis or "", ...]]', free=True
     )
-    batch: tuple[str, ...] = key((), "axes over which a batch is cut; none: all", free=True)
+    batch: tuple[str, ...] = key((), "axes over which a batch is cut; none: all but that of stages", free=True)
+    stages: str = key("", "axis of the stages of a pipeline; none: no pipeline", free=True)
+    leaves: tuple[tuple[Any, ...], ...] = key(
+        (), "stages of leaves outside of units: [[pattern, stage, ...], ...]; -1 is the last", free=True
+    )
 
 
 @dataclass(frozen=True)
@@ -150,6 +156,9 @@ class StepConfig:
     compile: str = key("none", "graphs of units", choices=("none", "fx", "inductor"), free=True)
     schedule: str = key(
         "default", "auto: measure a few schedules and keep the best", choices=("default", "auto"), free=True
+    )
+    pipeline: str = key(
+        "", "order of a pipeline's stages; empty: 1f1b, or what auto finds", choices=("", *ORDERS), free=True
     )
 
 

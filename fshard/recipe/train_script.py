@@ -11,7 +11,8 @@ from pathlib import Path
 from pprint import pformat
 from typing import Any
 
-from fshard.recipe.config_checks import is_function, reads_weights, source_format, tokenizer
+from fshard.pipeline.named_orders import ORDERS
+from fshard.recipe.config_checks import data_axes, is_function, reads_weights, source_format, tokenizer
 from fshard.recipe.read_config import flat
 from fshard.recipe.train_config import TrainConfig
 from fshard.version import VERSION
@@ -114,7 +115,6 @@ def script_values(config: TrainConfig) -> dict[str, Any]:
         "data.ends": form != "text", "data.alone": data.isolate and rows in ("packed", "answers"),
         "evaluation.partial": "drop" if rows == "windows" else "keep",
         "lora": {"rank": model.lora.rank, "alpha": model.lora.alpha, "seed": config.seed},
-        "mesh.batch": list(config.mesh.batch or config.mesh.axes),
         "model.kind": "function" if function else "hugging face",
         "model.units": "auto" if model.units == ("auto",) else list(model.units),
         "model.weights": "read" if reads_weights(config) else "fresh",
@@ -126,7 +126,18 @@ def script_values(config: TrainConfig) -> dict[str, Any]:
     step = {"clip_norm": opt.clip_norm or None, "accumulate": run.accumulate}
     more = {name: getattr(run, name) for name in ("remat", "compile", "schedule")}
     out["step"] = step | {name: value for name, value in more.items() if value not in ("none", "default")}
-    return out | rates(config)
+    return out | rates(config) | mesh_values(config)
+
+
+def mesh_values(config: TrainConfig) -> dict[str, Any]:
+    """The axes that cut a batch and leaves, and the stages that the order of a pipeline needs."""
+    mesh, rules = config.mesh, ORDERS.get(config.step.pipeline)
+    split = [axis for axis in mesh.axes if axis != mesh.stages]
+    stages: dict[str, Any] = {"leaves": [(leaf, stages) for leaf, *stages in mesh.leaves]}
+    if rules is not None:
+        stages |= {"chunks": rules.least, "placement": "v" if rules.folded else "loop"}
+    cut = [axis for axis in split if axis != "replica"] or split
+    return {"mesh.batch": list(data_axes(config)), "mesh.cut": cut, "stages": stages}
 
 
 def rates(config: TrainConfig) -> dict[str, Any]:
@@ -136,7 +147,7 @@ def rates(config: TrainConfig) -> dict[str, Any]:
     given = {"peak": rate.peak, "warmup": warmup, "total": total, "floor": rate.floor}
     if rate.kind == "wsd":
         cooldown = rate.cooldown if rate.cooldown > 0 else max(1, total // 5)
-        return {"rate.kind": "wsd", "rate": given | {"cooldown": cooldown}}
+        return {"rate.kind": "warmup_stable_decay", "rate": given | {"cooldown": cooldown}}
     if rate.kind == "constant":
         return {"rate.kind": "warmup_linear", "rate": given | {"total": warmup + 1, "floor": rate.peak}}
     return {"rate.kind": f"warmup_{rate.kind}", "rate": given}

@@ -5,6 +5,7 @@ import functools
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import EllipsisType
 from typing import Any
 
 import torch
@@ -193,21 +194,19 @@ class Plan:
         rules: Sequence[RuleLike] | None = None,
         precision: Precision | None = None,
         wire: Wire | None = None,
+        stages: StageCut | EllipsisType | None = ...,
         **others: Any,
     ) -> "Plan":
-        """The plan of the same model on the same mesh with other rules, another precision or another wire.
+        """The plan of the same model on the same mesh with other rules, precision, wire or stages.
 
-        This freezes or unfreezes leaves in the middle of a run, or ends a run in full precision.
-        ``fs.reshard_state(state, plan, opt)`` carries a state over.
+        This freezes or unfreezes leaves in the middle of a run. ``fs.reshard_state(state, plan, opt)`` carries a state.
 
         Args:
             rules: all rules of the new plan; None keeps the old ones.
             precision: the new precision; None keeps the old one.
             wire: the new formats of what travels; None keeps the old ones, ``fs.Wire()`` compresses nothing.
-            others: nothing else can be replaced.
-
-        Raises:
-            PlanError: another argument; or as ``make_plan``.
+            stages: the new stages of a pipeline; None for none, ``...`` keeps the old ones.
+            others: nothing else can be replaced: a PlanError.
 
         >>> import fshard as fs
         >>> mesh = fs.abstract_mesh((2,), ("data",))
@@ -215,16 +214,19 @@ class Plan:
         >>> plan.replace(rules=[("w", P("data"))]).leaves["w"].trainable
         True
         """
+        if self.whole is not None:
+            return self.whole.replace(rules=rules, precision=precision, wire=wire, stages=stages, **others)
         if others or self.source is None:
             what = ", ".join(f"{name}=" for name in others) or "a plan that make_plan did not make"
             raise PlanError(
-                f"plan.replace: {what} cannot be replaced, only rules=, precision= and wire=: another model, mesh or "
-                f"batch spec is another plan, which fs.make_plan makes; a checkpoint carries a state over to it"
+                f"plan.replace: {what} cannot be replaced, only rules=, precision=, wire= and stages=: another model, "
+                f"mesh or batch spec is another plan, which fs.make_plan makes; a checkpoint carries a state over to it"
             )
         expect("plan.replace(rules=)", [("rules", rules, (list, tuple, type(None)), _RULES)])
         expect_wire("plan.replace: ", wire)
         source = self.source if rules is None else dataclasses.replace(self.source, rules=tuple(rules))
         source = source if wire is None else dataclasses.replace(source, wire=wire)
+        source = source if isinstance(stages, EllipsisType) else dataclasses.replace(source, stages=stages)
         return source.plan(self.mesh, self.batch, self.precision if precision is None else precision)
 
     def only(self, pattern: str) -> "Plan":

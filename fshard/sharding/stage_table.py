@@ -53,8 +53,7 @@ def refuse_stages(call: str, plan: Any) -> None:
     if getattr(plan, "stages", None) is not None or getattr(plan, "whole", None) is not None:
         raise PlanError(
             f"{call}: the plan has stages, so each rank holds a part of the model, and this call needs all of it. "
-            f"fs.unshard(state.params, plan) gives whole tensors; a checkpoint of the state can be restored on a plan "
-            f"without stages="
+            f"fs.reshard_state(state, plan.replace(stages=None), opt) brings all of it to all ranks"
         )
 
 

@@ -1,6 +1,7 @@
 """A state of one plan as a state of another: the same leaves on the same mesh, grouped, frozen or sharded otherwise."""
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -18,10 +19,10 @@ from fshard.runtime.memory.optimizer_layout import RESIDUAL
 from fshard.sharding.layout import Piece
 from fshard.sharding.mesh import Mesh
 from fshard.sharding.plan import Plan
-from fshard.sharding.stage_table import refuse_stages
 from fshard.sharding.wire import WireFormat
 from fshard.state.entries import LATE, Scalars, assemble, entries, scalars
 from fshard.state.init import take
+from fshard.state.moved_entries import Known, known_entries
 from fshard.state.pieces import PARAMS, Entry, packed_names
 from fshard.state.replica_entries import DELTA, refitted
 from fshard.state.settle import settle
@@ -33,8 +34,8 @@ Pieces = dict[str, list[Piece]]
 
 @called_on_each_rank
 @collective_call
-def reshard_state(state: TrainState, plan: Plan, opt: Optimizer) -> TrainState:
-    """Carry a state over to another plan, such as one with fewer frozen leaves. Collective.
+def reshard_state(state: TrainState, plan: Plan, opt: Optimizer | None) -> TrainState:
+    """Carry a state over to another plan, such as one with fewer frozen leaves, or without stages. Collective.
 
     Parameters keep their values; so does the optimizer state of leaves that are trained before and after. A leaf that
     was frozen starts with fresh optimizer state, and a leaf that is frozen now loses its own. The number of the step
@@ -44,7 +45,7 @@ def reshard_state(state: TrainState, plan: Plan, opt: Optimizer) -> TrainState:
     Args:
         state: the state. It stays as it is; it is settled first, see ``fs.settle``.
         plan: a plan for the same leaves on the same mesh; ``state.plan.replace(...)`` gives one.
-        opt: the optimizer, of the kind that the state was made with.
+        opt: the optimizer, of the kind that the state was made with; None for parameters alone, to evaluate.
 
     Returns:
         A state of its own memory. What lies elsewhere under the new plan is sent, one leaf at a time: a rank needs room
@@ -69,38 +70,55 @@ def reshard_state(state: TrainState, plan: Plan, opt: Optimizer) -> TrainState:
         ("plan", plan, Plan, "what fs.make_plan returned"),
     ]
     expect("reshard_state(state, plan, opt)", wants)
-    for one in (state.plan, plan):
-        refuse_stages("reshard_state(state, plan, opt)", one)
-    _check_plans(state.plan, plan)
+    before, after = state.plan.whole or state.plan, plan.whole or plan
+    _check_plans(before, after)
+    if before.stages is not None and after.stages is not None:
+        between = after.replace(stages=None)  # which has all leaves on every rank
+        return reshard_state(reshard_state(state, between, opt), plan, opt)
     # Leaves whose format changes are moved as values, all others as they are kept.
-    loose = {path for path, leaf in plan.leaves.items() if leaf.packed != state.plan.leaves[path].packed}
-    old = {entry.name: entry for entry in entries(settle(state), loose)}
-    values = _scalars(state, plan)
-    new = {entry.name: entry for entry in entries(assemble(plan, opt, _leave, values), loose)}
-    _check_names(state.plan, plan, old, new)
-    enter(plan.mesh, "reshard_state")
-    common = [name for name in new if name in old]
-    moved = _moved(plan.mesh, [(old[name], new[name]) for name in common])
-    made = {name: path for path in loose for name in packed_names(path, plan.leaves[path].packed)}
-
-    def fill(entry: Entry) -> None:
-        path = made.get(entry.name)
-        name = entry.name if path is None else PARAMS + path
-        if name not in old or not _alike(old[name], new[name]):
-            return
-        found = old[name].tensor
-        if name in moved:
-            found = take(refitted(whole_entry(plan.mesh, old[name], moved[name]), new[name]), new[name].piece)
-        form = None if path is None else plan.leaves[path].packed
-        entry.tensor.copy_(found if form is None else _packed(found, form, entry))
-
+    loose = {path for path, leaf in after.leaves.items() if leaf.packed != before.leaves[path].packed}
+    old = {entry.name: entry for entry in entries(settle(state), loose) if opt is not None or _is_param(entry)}
+    values = _scalars(state, before, after)
+    new = {entry.name: entry for entry in entries(assemble(after.own, opt, _leave, values), loose)}
+    enter(after.mesh, "reshard_state")
+    known = known_entries(after.mesh, old, new, (before.stages is not None, after.stages is not None))
+    if opt is not None:
+        _check_names(before, after, known.old, known.new)
     with torch.no_grad():
-        return assemble(plan, opt, fill, values, state.past)
+        _receive(after, known, old, new)
+        made = {name: path for path in loose for name in packed_names(path, after.leaves[path].packed)}
+
+        def fill(entry: Entry) -> None:
+            path = made.get(entry.name)
+            name = entry.name if path is None else PARAMS + path
+            if name in known.common:
+                form, found = None if path is None else after.leaves[path].packed, new[name].tensor
+                entry.tensor.copy_(found if form is None else _packed(found, form, entry))
+
+        return assemble(after.own, opt, fill, values, state.past)
 
 
-def _scalars(state: TrainState, plan: Plan) -> Scalars:
+def _receive(plan: Plan, known: Known, old: dict[str, Entry], new: dict[str, Entry]) -> None:
+    """Write the values of a state into the entries of another, by name. Collective, one entry after the other."""
+    moved = _moved(plan.mesh, [(name, known.ndim(name), old.get(name), new.get(name)) for name in known.common])
+    for name in known.common:
+        before, after = old.get(name), new.get(name)
+        if name not in moved:
+            assert before is not None and after is not None
+            after.tensor.copy_(before.tensor)
+            continue
+        whole = whole_entry(plan.mesh, known.old[name], moved[name])
+        if after is not None:
+            after.tensor.copy_(take(refitted(whole, after), after.piece))
+
+
+def _is_param(entry: Entry) -> bool:
+    return entry.name.startswith(PARAMS)
+
+
+def _scalars(state: TrainState, before: Plan, after: Plan) -> Scalars:
     """Return what the new state holds beside tensors: leaves that were frozen begin to train now."""
-    new = [path for path, leaf in plan.leaves.items() if leaf.trainable and not state.plan.leaves[path].trainable]
+    new = [path for path, leaf in after.leaves.items() if leaf.trainable and not before.leaves[path].trainable]
     return scalars(state) | {LATE + path: state.step for path in new}
 
 
@@ -111,31 +129,32 @@ def _packed(values: Tensor, form: WireFormat, entry: Entry) -> Tensor:
     return both[end:].view(torch.float32) if entry.dtype == torch.float32 else both[:end]
 
 
-def _alike(old: Entry, new: Entry) -> bool:
-    """Tell whether a tensor can be read from another: in rows, of which there may be other numbers, or of one shape."""
-    return old.shape[bool(new.rows) :] == new.shape[bool(new.rows) :]
-
-
 def _leave(entry: Entry) -> None:
     """Leave an entry as it began."""
 
 
-def _moved(mesh: Mesh, pairs: list[tuple[Entry, Entry]]) -> Pieces:
-    """The entries of which some rank holds something else than before, with what each rank held."""
+def _moved(mesh: Mesh, pairs: list[tuple[str, int, Entry | None, Entry | None]]) -> Pieces:
+    """The entries of which some rank holds something else than before, with what each rank held.
+
+    Args:
+        mesh: the ranks.
+        pairs: the name of each entry, its number of dims, and the entry before and after; None where this rank has, or
+            had, none of it.
+    """
     rows = []
-    for before, after in pairs:
-        piece = before.piece
-        rows += [int(piece != after.piece), *piece.offset, *piece.shape, piece.start, piece.stop]
+    for _, dims, before, after in pairs:
+        piece = Piece((0,) * dims, (0,) * dims, 0, 0) if before is None else before.piece
+        differs = before is None or after is None or piece != after.piece
+        rows += [int(differs), *piece.offset, *piece.shape, piece.start, piece.stop]
     row = torch.tensor(rows, dtype=torch.int64, device=mesh.device)
     table = iter(zip(*_all(mesh, row).view(mesh.size, -1).tolist(), strict=True))
     out: Pieces = {}
-    for before, _ in pairs:
+    for name, dims, _, _ in pairs:
         differs = any(next(table))
-        dims = len(before.piece.shape)
         columns = [next(table) for _ in range(2 * dims + 2)]
         held = [Piece(row[:dims], row[dims : 2 * dims], *row[2 * dims :]) for row in zip(*columns, strict=True)]
         if differs:
-            out[before.name] = held
+            out[name] = held
     return out
 
 
@@ -176,10 +195,10 @@ def _check_plans(old: Plan, new: Plan) -> None:
         raise PlanError(lines("reshard_state: the plan is for other leaves than the state:", wrong, remedy))
 
 
-def _check_names(before: Plan, after: Plan, old: dict[str, Entry], new: dict[str, Entry]) -> None:
+def _check_names(before: Plan, after: Plan, old: Mapping[str, Entry], new: Mapping[str, Entry]) -> None:
     """Refuse an optimizer that keeps something else of leaves that are trained before and after."""
 
-    def kept(names: dict[str, Entry]) -> set[str]:
+    def kept(names: Mapping[str, Entry]) -> set[str]:
         paths = {name: _path(name, before) for name in names if name.startswith("opt.")}
         return {n for n, path in paths.items() if before.leaves[path].trainable and after.leaves[path].trainable}
 

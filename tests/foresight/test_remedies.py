@@ -85,8 +85,10 @@ def heads(rows: int) -> Job:
         )
 
     batch = torch.empty(rows, 4, dtype=torch.long, device="meta")
-    made = job_of("a job", {"model": params, "loss": loss, "batch": batch, "rules": [(".*", fs.fsdp("data"))]})
-    return replace(made, chunked=chunked)
+    given = {"model": params, "loss": loss, "batch": batch, "rules": [(".*", fs.fsdp("data"))], "chunked": chunked}
+    made = job_of("a job", given)
+    assert isinstance(made, Job)
+    return made
 
 
 def test_chunks_of_logits_are_what_the_step_that_has_them_would_hold() -> None:

@@ -127,10 +127,19 @@ def test_the_command_prints_positions_and_orders(file: Path, capsys: pytest.Capt
     assert "no order fits into 1000 B" in capsys.readouterr().out
 
 
+def test_a_step_has_the_order_of_its_policy(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", f"{file}:with_step", "--mesh", "stage=2,data=2", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert [each["order"] for each in found["options"]] == ["1f1b"] and found["microbatches"] == 4
+    assert main(["plan", f"{file}:make", "--mesh", "stage=2,data=2", "--json"]) == 0
+    every = {each["policy"]: each for each in json.loads(capsys.readouterr().out)["options"]}
+    same = next(each for policy, each in every.items() if 'reshard=true update=deferred pipeline="1f1b"' in policy)
+    assert same["seconds"] == pytest.approx(found["options"][0]["seconds"], rel=1e-3)  # its optimizer is another
+
+
 @pytest.mark.parametrize(
     ("name", "more", "words"),
     [
-        ("with_step", (), "'stages': fs.Stages"),
         ("make", ("--search",), "--search: not for meshes with stages"),
         ("make", ("--html", "a.html"), "--html: not for meshes with stages"),
         ("make", ("--mesh", "stage=4"), "add one, as data=1"),

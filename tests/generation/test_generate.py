@@ -46,10 +46,10 @@ class Net(nn.Module):
         return self.head(x), kept
 
 
-def make(mesh: Any, batch: Any = None) -> tuple[Any, Any, Any]:
+def make(mesh: Any, stages: Any = None) -> tuple[Any, Any, Any]:
     torch.manual_seed(0)
     model = fs.split(Net(), units=("blocks.*",))
-    plan = fs.make_plan(model, mesh, [(r".*", fs.fsdp("data"))], batch=fs.P("data"))
+    plan = fs.make_plan(model, mesh, [(r".*", fs.fsdp("data"))], batch=fs.P("data"), stages=stages)
 
     def forward(params: Any, tokens: Tensor, cache: Any, places: Any) -> Any:
         return model.apply(params, tokens, places.positions, places.mask, cache)
@@ -106,6 +106,22 @@ def test_ranks_without_prompts_go_along() -> None:
         return [row.tolist() for row in fs.generate(state, forward, mine, max_new=5, sampling=GREEDY).tokens]
 
     assert fs.virtual_mesh((2,), ("data",)).run(run) == [[plain(prompt, 5) for prompt in PROMPTS[:2]], []]
+
+
+@pytest.mark.parametrize("weights", ["sharded", "whole"])
+def test_stages(weights: str) -> None:
+    """The ranks of all stages have the tokens of their data rank."""
+
+    def run() -> Any:
+        mesh = fs.make_mesh((2, 2), ("stage", "data"))
+        _, state, forward = make(mesh, fs.Stages("stage", leaves=[("place.*", 0)]))
+        go_on = make_generate(forward, state.plan, weights=weights)
+        mine = PROMPTS[state.plan.data_rank :: 2]
+        return [[row.tolist() for row in go_on(state, mine, max_new=5, sampling=GREEDY).tokens] for _ in range(2)]
+
+    want = [[plain(prompt, 5) for prompt in PROMPTS[rank::2]] for rank in range(2)]
+    for rank, found in enumerate(fs.virtual_mesh((2, 2), ("stage", "data")).run(run)):
+        assert found == [want[rank % 2]] * 2
 
 
 @pytest.mark.long

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 import fshard as fs
 from tests.losses.plain import DOUBLE, close, whole
+from tests.shared.workers import Pools
 
 ROWS, WIDTH, CLASSES, LR = 8, 16, 512, 0.5
 
@@ -57,31 +58,47 @@ def test_a_head_that_is_a_unit(options: dict[str, Any]) -> None:
     assert "head: fx graph" in units or "compile" not in options
 
 
-@pytest.mark.parametrize("options", [{}, {"accumulate": 2}], ids=str)
-def test_ranks_of_unequal_counts_with_tied_embeddings(options: dict[str, Any]) -> None:
+def tied() -> tuple[Tensor, dict[str, Tensor], Tensor, Tensor]:
+    """A table that is also the head, tokens with labels of which one row has few, and the loss and the table after."""
     torch.manual_seed(0)
     embed = torch.randn(13, 8, dtype=DOUBLE, requires_grad=True)
     tokens, labels = torch.randint(13, (4, 6)), torch.randint(13, (4, 6))
     labels[0, 1:] = -100
     want = whole(torch.tanh(embed[tokens]).flatten(0, 1), embed, labels.flatten())
     after = embed - LR * torch.autograd.grad(want, embed)[0]
-    mesh = fs.virtual_mesh((2,), ("data",))
+    return embed.detach(), {"tokens": tokens, "labels": labels}, want.detach(), after.detach()
+
+
+def on_rank(mesh: fs.Mesh, **options: Any) -> None:
+    """On a rank: a step."""
 
     def loss(params: Any, batch: Any) -> Any:
         hidden = torch.tanh(params["embed"][batch["tokens"]])
         return fs.chunked_cross_entropy(hidden, params["embed"], batch["labels"], chunks=4, reduction="parts")
 
-    def rank() -> None:
-        plan = fs.make_plan({"embed": embed}, mesh, [(".*", fs.fsdp("data"))], batch=fs.P("data"))
-        opt = fs.optim.sgd(LR)
-        step = fs.make_train_step(loss, opt, plan, **options)
-        mine = slice(2 * mesh.rank, 2 * mesh.rank + 2)
-        state = fs.init_state(plan, opt, params={"embed": embed.detach()})
-        state, metrics = step(state, {"tokens": tokens[mine], "labels": labels[mine]})
-        close(fs.unshard(fs.settle(state).params, plan)["embed"], after.detach())
-        assert float(metrics.loss) == pytest.approx(float(want.detach()), rel=1e-6)
+    embed, batch, want, after = tied()
+    plan = fs.make_plan({"embed": embed}, mesh, [(".*", fs.fsdp("data"))], batch=fs.P("data"))
+    opt = fs.optim.sgd(LR)
+    step = fs.make_train_step(loss, opt, plan, **options)
+    state, metrics = step(fs.init_state(plan, opt, params={"embed": embed}), plan.local_batch(batch))
+    close(fs.unshard(fs.settle(state).params, plan)["embed"], after)
+    assert float(metrics.loss) == pytest.approx(float(want), rel=1e-6)
 
-    mesh.run(rank)
+
+@pytest.mark.parametrize("options", [{}, {"accumulate": 2}], ids=str)
+def test_ranks_of_unequal_counts_with_tied_embeddings(options: dict[str, Any]) -> None:
+    mesh = fs.virtual_mesh((2,), ("data",))
+    mesh.run(lambda: on_rank(mesh, **options))
+
+
+def on_process() -> None:
+    """On a process: the same."""
+    with fs.make_mesh((-1,), ("data",)) as mesh:
+        on_rank(mesh, compile="fx")
+
+
+def test_processes(pool: Pools) -> None:
+    pool(2).run(on_process)
 
 
 def test_second_derivatives_of_shards() -> None:

@@ -53,10 +53,10 @@ def experts(p: Any, x: Tensor, count: int = 4, capacity: float | None = None) ->
     )
 
 
-def ring(p: Any, x: Tensor) -> Tensor:
+def ring(p: Any, x: Tensor, documents: Tensor | None = None) -> Tensor:
     """Ring attention of three tokens a rank."""
     q = (x @ p["up"].mT[:, :6]).view(1, 1, -1, 6)
-    return parallel.ring_attention(q, q, q, axis="tp")
+    return parallel.ring_attention(q, q, q, axis="tp", documents=documents)
 
 
 BOTH = P(("tp", "shard"))
@@ -126,6 +126,18 @@ TRACED: dict[str, tuple[Callable[..., Tensor], Any, P, tuple[str, ...]]] = {
         [(".*", fs.fsdp(("tp", "shard")))],
         BOTH,
         ("ring_attention: 3 tokens a rank on 2 ranks of axis 'tp'", "multiple of 4", "pad it to 8"),
+    ),
+    "documents of the whole sequence": (
+        lambda p, x: ring(p, x[:2], torch.zeros(1, 4).long()),
+        [(".*", fs.fsdp(("tp", "shard")))],
+        BOTH,
+        ("ring_attention: documents [1, 4] of 1 rows of 2 tokens on this rank must be [1, 2]", "zigzag_slice"),
+    ),
+    "a mask instead of documents": (
+        lambda p, x: ring(p, x[:2], torch.ones(1, 1, 2, 4, dtype=torch.bool)),
+        [(".*", fs.fsdp(("tp", "shard")))],
+        BOTH,
+        ("ring_attention: documents are torch.bool", "a mask (batch, 1, queries, keys) is not taken"),
     ),
     "sequence on an axis of the same tokens": (
         ring,
@@ -275,6 +287,13 @@ CALLS: dict[str, tuple[Callable[[], Any], tuple[str, ...]]] = {
         lambda: parallel.ring_attention(torch.ones(1, 3, 4, 2), *[torch.ones(1, 2, 4, 2)] * 2, axis="tp"),
         ("[1, 3, 4, 2]", "[1, 2, 4, 2]", "multiple"),
     ),
+    **{
+        f"documents at {offsets}": (
+            lambda offsets=offsets: parallel.document_ids(torch.tensor(offsets), 5),
+            ("document_ids: cu_seqlens=", "of a row of 5 tokens", "begin with 0"),
+        )
+        for offsets in ([0, 6], [1, 5], [0, 3, 2], [], [[0, 5]], [0.0, 5.0])
+    },
     "no layer": (lambda: parallel.megatron_rules(column=[], row=[]), ("no layer is parallel",)),
 }
 

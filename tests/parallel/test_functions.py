@@ -13,8 +13,7 @@ import fshard as fs
 from fshard import P, parallel
 from fshard import collectives as c
 from fshard.collectives.scope import resolve
-from fshard.parallel.attention import attend, attend_backward, backward_by_scores, by_scores
-from fshard.parallel.ring import Ring
+from fshard.parallel.ring_steps import Ring
 from tests.shared.workers import Pools
 
 DOUBLE = torch.float64
@@ -240,16 +239,6 @@ def ring_on_a_rank(dtype: torch.dtype) -> list[float]:
 def test_ring_attention_on_real_ranks(pool: Pools, world: int) -> None:
     assert all(far < 1e-5 for rank in pool(world).run(ring_on_a_rank, torch.float32) for far in rank)
     assert all(far < 0.06 for rank in pool(world).run(ring_on_a_rank, torch.bfloat16) for far in rank)
-
-
-@pytest.mark.parametrize("causal", [True, False])
-def test_attention_by_scores_equals_the_fused_one(causal: bool) -> None:
-    q, k, v, grad = draw((2, 4, 6, 8), (2, 4, 6, 8), (2, 4, 6, 8), (2, 4, 6, 8))
-    out, lse = attend(q, k, v, causal, 0.5)
-    torch.testing.assert_close(by_scores(q, k, v, causal, 0.5), (out, lse))
-    queries = (grad, q, out, lse)
-    plain = backward_by_scores(queries, k, v, causal, 0.5)
-    torch.testing.assert_close(attend_backward(queries, k, v, causal, 0.5), plain)
 
 
 @given(parts=st.integers(1, 5), each=st.integers(1, 3))

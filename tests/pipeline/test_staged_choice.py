@@ -1,4 +1,4 @@
-"""``schedule="auto"`` with stages: orders are tried by foresight, then timed, and every step has the right numbers."""
+"""``schedule="auto"`` with stages: orders are tried by foresight, then timed; evaluations; numbers stay right."""
 
 from typing import Any, NamedTuple
 
@@ -117,3 +117,18 @@ def test_evaluations_choose_too() -> None:
 
     for found in mesh.run(evaluated):
         assert len(set(found)) == 1
+
+
+@pytest.mark.parametrize("stages", [{}, {"chunks": 2, "placement": "v"}], ids=["one stage a rank", "v"])
+def test_perplexity(stages: dict[str, Any]) -> None:
+    """Data ranks have unequal numbers of batches; the result is that of a mesh without stages."""
+
+    def found(run: StagedRun, mesh: fs.Mesh) -> fs.generation.Perplexity:
+        step, plan, state, batch = made(run, mesh)
+        batches = [batch(number) for number in range(3 - plan.data_rank)]
+        return fs.perplexity(state, step.loss_fn, batches)
+
+    run, mesh = StagedRun(sizes=(2, 2), stages=stages), fs.virtual_mesh((2, 2), ("stage", "data"))
+    flat = fs.virtual_mesh((2,), ("data",))
+    want = flat.run(lambda: found(StagedRun(sizes=(2,), axes=("data",)), flat))[0]
+    assert all(tuple(each) == pytest.approx(tuple(want)) for each in mesh.run(lambda: found(run, mesh)))

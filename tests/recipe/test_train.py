@@ -102,6 +102,17 @@ def test_options_train(changes: str, tmp_path: Path) -> None:
     assert len(found) == 2 and found[1] < found[0] * 1.5
 
 
+@pytest.mark.parametrize("more", ["", "step.pipeline=zbv", "step.schedule=auto"])
+def test_stages_have_the_losses_of_a_run_without(more: str, tmp_path: Path) -> None:
+    size = "model.options={depth = 4, width = 32}"
+    staged = "mesh.shape=[2,1] mesh.axes=['stage','data'] mesh.stages=stage step.accumulate=4".split()
+    staged.append("mesh.leaves=[['embed.*',0,-1],['norm.*',-1]]")
+    found = trained("pretrain", tmp_path / "a", "steps=2", size, *staged, *more.split())
+    assert found == pytest.approx(trained("pretrain", tmp_path / "b", "steps=2", size), rel=1e-5)
+    saved = read_config(tmp_path / "a" / "config.toml")
+    assert "fs.Stages(" in script_of(saved.config)
+
+
 def test_weights_of_a_folder_are_read(tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
     config = transformers.AutoConfig.from_pretrained(CONFIGS / "llama.json")

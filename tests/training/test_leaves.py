@@ -192,7 +192,7 @@ def test_replace_keeps_the_rest() -> None:
 @pytest.mark.parametrize("name", ["mesh", "batch", "model", "units", "dtype"])
 def test_a_replace_that_changes_more_than_it_may(name: str) -> None:
     with pytest.raises(
-        PlanError, match=rf"plan\.replace: {name}= cannot be replaced, only rules=, precision= and wire="
+        PlanError, match=rf"plan\.replace: {name}= cannot be replaced, only rules=, precision=, wire= and stages="
     ):
         _small().replace(**{name: None})
 

@@ -15,14 +15,17 @@ DTYPE = operator.attrgetter("dtype")
 
 
 def norms_of(shards: list[Tensor]) -> Sequence[Tensor]:
-    """The norm of each tensor, in float32 at least.
+    """The norm of each tensor, in float32 at least: one kernel for all, or two where some are short.
 
     In a 16-bit dtype a norm would lose digits, or overflow although no element does.
     """
     if SHORT.isdisjoint(map(DTYPE, shards)):
         return foreach_norm(shards)
-    wide = [torch.float32 if shard.dtype in SHORT else None for shard in shards]
-    return [torch.linalg.vector_norm(shard, dtype=dtype) for shard, dtype in zip(shards, wide, strict=True)]
+    if SHORT.issuperset(map(DTYPE, shards)):
+        return foreach_norm(shards, 2, torch.float32)
+    narrow = iter(norms_of([shard for shard in shards if shard.dtype in SHORT]))
+    wide = iter(norms_of([shard for shard in shards if shard.dtype not in SHORT]))
+    return [next(narrow if shard.dtype in SHORT else wide) for shard in shards]
 
 
 def share_of(group: Group, mesh: Mesh) -> float:
