@@ -11,6 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from fshard import collectives
+from fshard.arguments import Want, expect
 from fshard.collectives.linear import is_fake
 from fshard.collectives.scope import resolve
 from fshard.errors import PlanError, missing_extra
@@ -64,6 +65,7 @@ def register_attention(*, axis: str = "cp", heads: str | None = None) -> None:
         heads: another data axis, whose ranks share the heads in ``"fshard_ulysses"``, inside of a ring over ``axis``.
 
     Raises:
+        PlanError: an axis is no name, or both are one.
         ImportError: transformers is not installed, or has no such registry (before 5).
 
     Models raise a ``PlanError`` for what is not computed here: dropout, sliding windows shorter than the sequence,
@@ -71,6 +73,9 @@ def register_attention(*, axis: str = "cp", heads: str | None = None) -> None:
 
     >>> register_attention()  # before the model is made
     """
+    wants: list[Want] = [("axis", axis, str, "the name of a mesh axis")]
+    wants += [] if heads is None else [("heads", heads if heads != axis else None, str, f"an axis other than {axis!r}")]
+    expect("register_attention(axis=, heads=)", wants)
     try:
         from transformers import AttentionInterface, AttentionMaskInterface
     except ImportError as error:
