@@ -236,6 +236,28 @@ def given(**changes: Any) -> dict[str, Any]:
     return {name: x for name, x in batch.items() if x is not None}
 
 
+class Encoder(torch.nn.Module):
+    """What the attention of an encoder shows of itself."""
+
+    is_causal = False
+
+
+def encoder(positions: Tensor) -> Tensor:
+    """Whole attention, by the registered function."""
+    heads = [torch.ones(1, 2, PART, 4)] * 3
+    return module.ContextAttention("fshard_ring", ("cp",))(Encoder(), *heads, None, position_ids=positions)[0]
+
+
+def test_an_encoder_may_have_any_cut() -> None:
+    mesh = fs.virtual_mesh((2,), ("cp",))
+
+    def on_a_rank() -> Tensor:
+        with c.use_mesh(mesh):
+            return encoder(torch.arange(PART)[None] + PART * c.axis_index("cp"))
+
+    assert all(torch.allclose(part, torch.ones(1, PART, 2, 4)) for part in mesh.run(on_a_rank))
+
+
 def cached() -> Any:
     """Keys of an earlier step."""
     return model("fshard_ring")(**given(), use_cache=True).past_key_values
@@ -264,6 +286,10 @@ BAD: dict[str, tuple[Callable[[], Any], tuple[str, ...]]] = {
             torch.nn.Module(), *[torch.ones(1, 2, 8, 4)] * 3, None, position_ids=torch.zeros(3, 1, 8)
         ),
         ("fshard_ring in Module: position_ids=[3, 1, 8]", "not (1, 8)"),
+    ),
+    "positions that two tokens of an encoder have": (
+        lambda: encoder(torch.arange(PART)[None]),
+        ("fshard_ring in Encoder: position_ids do not follow the whole sequence of 16 tokens, cut over 2 ranks",),
     ),
     "documents of the whole sequence": (
         lambda: model("fshard_ring")(**given(documents=DOCUMENTS)),
