@@ -81,12 +81,13 @@ class TraceSamples(MayBeScheduled):
 
 
 def most_together(plan: Plan) -> int:
-    """The samples whose directions are gathered beside each other: of three units, up to 128 MiB."""
+    """The samples of one run: as many as have room in 128 MiB with their shards, and with three units gathered."""
+    trained = [group for group in plan.groups if group.trainable]
     units: dict[str, int] = {}
-    for group in plan.groups:
-        if group.trainable:
-            units[group.unit] = units.get(group.unit, 0) + group.numel * group.compute_dtype.itemsize
-    return max(1, KEPT // (3 * max(units.values(), default=1)))
+    for group in trained:
+        units[group.unit] = units.get(group.unit, 0) + group.numel * group.compute_dtype.itemsize
+    shards = sum(group.chunk * group.dtype.itemsize for group in trained)
+    return max(1, KEPT // (shards + 3 * max(units.values(), default=1)))
 
 
 def hessian_trace_samples(
@@ -96,7 +97,7 @@ def hessian_trace_samples(
 
     Each is ``z @ H z`` of random signs ``z``, an unbiased estimate (Hutchinson 1990). They do not depend on the mesh.
     On a schedule a sample is a second derivative in forward mode, of which no gradient is taken, and one run, which
-    gathers parameters once, serves as many samples as have room: three units' directions in 128 MiB.
+    gathers parameters once, serves as many samples as have room in 128 MiB: shards, and three units gathered.
 
     Args:
         loss_fn: as for ``fs.make_train_step``, without aux.
