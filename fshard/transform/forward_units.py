@@ -45,12 +45,12 @@ class ForwardUnits(TransformedUnits):
             made = self.known[unit] = Unit(unit.name, EnteringFunction(unit))
         params = {"at": [one for one, _ in held], "along": [along for _, along in held]}
         with below_transforms() as layers:
-            entry = Entry(self, layers, given)
+            entry = UnitEntry(self, layers, given)
             engine.call(made, params, (entry,), {})
         return entry.result
 
 
-class Entry:
+class UnitEntry:
     """A call of a unit, as one value in which the engine looks for no tensors.
 
     Args:
@@ -77,7 +77,7 @@ class EnteringFunction:
     def __init__(self, unit: Unit) -> None:
         self.fn, self.__name__ = unit.fn, getattr(unit.fn, "__name__", "unit")
 
-    def __call__(self, read: Any, entry: Entry) -> tuple[()]:
+    def __call__(self, read: Any, entry: UnitEntry) -> tuple[()]:
         """Run the unit. Raises UnitError if a result is a view of a leaf."""
         params, args, kwargs = entry.given
         pairs, make = [*map(_alone, zip(read["at"], read["along"], strict=True))], entry.units.make

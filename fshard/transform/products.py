@@ -7,7 +7,6 @@ symmetric, and the pullback of a pullback is the pushforward.
 import functools
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.func import grad, vjp
 from torch.func import jvp as forward
