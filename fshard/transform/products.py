@@ -43,7 +43,7 @@ class HessianProduct(MayBeScheduled):
         loss: the global mean loss as a function of shards.
         plan: the plan.
 
-    >>> import fshard as fs
+    >>> import fshard as fs, torch
     >>> mesh, w = fs.make_mesh((1,), ("data",)), torch.tensor([[1.0, 2.0], [3.0, 4.0]])
     >>> plan = fs.make_plan({"w": w}, mesh, [(".*", fs.fsdp("data"))])
     >>> product = fs.func.hvp(lambda params, batch: (params["w"] * batch).square().sum() / 2, plan)
@@ -174,7 +174,7 @@ def hvp(
     Raises:
         PlanError: invalid arguments.
 
-    >>> import fshard as fs
+    >>> import fshard as fs, torch
     >>> mesh, w = fs.make_mesh((1,), ("data",)), torch.tensor([[1.0, 2.0], [3.0, 4.0]])
     >>> plan = fs.make_plan({"w": w}, mesh, [(".*", fs.fsdp("data"))])
     >>> product = hvp(lambda params, batch: (params["w"] * batch).square().sum() / 2, plan)
