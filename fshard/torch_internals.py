@@ -10,6 +10,7 @@ does not need numpy. A program that imports torch before fshard gets that warnin
 
 import warnings
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
@@ -94,6 +95,36 @@ def untraced_by_dynamo(fn: F) -> F:
 def forward_ad_level() -> int:
     """Return the level of forward-mode differentiation that is active; negative if none is."""
     return int(torch.autograd.forward_ad._current_level)
+
+
+def forward_level() -> int:
+    """Return the level of the innermost transform if it is a forward derivative of ``torch.func``; else -1."""
+    inner = peek_interpreter_stack()
+    return int(inner.level()) if inner is not None and inner.key() == functorch.TransformType.Jvp else -1
+
+
+def forward_parts(x: torch.Tensor, level: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Return a tensor and its tangent at a level, both as they are below it; None for a tangent that is zero."""
+    if not functorch.is_functorch_wrapped_tensor(x):
+        return x, None
+    unpack: Any = torch.autograd.forward_ad.unpack_dual
+    primal, tangent = unpack(x)
+    primal = functorch._unwrap_for_grad(primal, level)
+    if tangent is None:
+        return primal, None
+    tangent = functorch._unwrap_for_grad(tangent, level)
+    return primal, None if tangent._is_zerotensor() else tangent
+
+
+def vmap_size(level: Any) -> int:
+    """Return the size of the batch of a ``vmap`` on the stack of transforms."""
+    return int(functorch.CVmapInterpreterPtr(level).batchSize())
+
+
+def below_transform() -> AbstractContextManager[Any]:
+    """Return a context that leaves the innermost transform of ``torch.func``."""
+    pyfunctorch = import_module("torch._functorch.pyfunctorch")
+    return cast(AbstractContextManager[Any], pyfunctorch.retrieve_current_functorch_interpreter().lower())
 
 
 def set_cuda_device_guard() -> None:

@@ -64,6 +64,11 @@ def remat(fn: Fn, policy: SavePolicy | None = None) -> Fn:
         raise PlanError(
             f"remat(policy={policy!r}): give fs.checkpoint_policies.nothing, dots, everything or saving(ops)"
         )
+    if policy.ahead:
+        raise PlanError(
+            f"remat(policy={policy}): only the schedule of a step can move what is kept to the host: give it to "
+            f"make_train_step(..., remat=), or another policy here"
+        )
     if policy.ops is None:
         return fn
 

@@ -16,7 +16,8 @@ from fshard.collectives.make_linear import untraced
 from fshard.collectives.scope import resolve
 from fshard.parallel.context_checks import check_cut, check_documents, check_heads
 from fshard.parallel.plan_checks import check_data_axis
-from fshard.parallel.ring_steps import Ring, attention
+from fshard.parallel.ring_functions import attention
+from fshard.parallel.ring_steps import Ring
 from fshard.sharding.mesh import Mesh
 
 
@@ -35,8 +36,8 @@ def ring_attention(
     """``torch.nn.functional.scaled_dot_product_attention`` over the sequence of all ranks along an axis.
 
     Memory is linear in the tokens of a rank: a fused kernel computes each step where one fits, and plain operators
-    take a tile of the queries at a time. Differentiable once, by torch.autograd and ``torch.func.grad``. It has no
-    forward mode and no vmap rule.
+    take a tile of the queries at a time. Second and forward derivatives are plain operators, which hold the scores of a
+    rank's queries and all keys. It has no vmap rule.
 
     Args:
         q: (batch, heads, time / ranks, width): this rank's queries.

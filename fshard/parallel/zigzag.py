@@ -10,6 +10,7 @@ from torch import Tensor
 
 from fshard import collectives
 from fshard.arguments import expect
+from fshard.collectives.scope import AxisName
 from fshard.errors import PlanError
 from fshard.sharding.mesh import Mesh
 
@@ -29,7 +30,7 @@ def zigzag(x: Tensor, parts: int, dim: int = 1) -> Tensor:
     tensor([0, 1, 6, 7, 2, 3, 4, 5])
     """
     _expect("zigzag", x)
-    return x.index_select(dim, _order(x.shape[dim], parts).to(x.device))
+    return _dealt(x, _order(x.shape[dim], parts), dim)
 
 
 def unzigzag(x: Tensor, parts: int, dim: int = 1) -> Tensor:
@@ -44,16 +45,17 @@ def unzigzag(x: Tensor, parts: int, dim: int = 1) -> Tensor:
     tensor([0, 1, 2, 3, 4, 5, 6, 7])
     """
     _expect("unzigzag", x)
-    return x.index_select(dim, _order(x.shape[dim], parts).argsort().to(x.device))
+    order = _order(x.shape[dim], parts)
+    return _dealt(x, sorted(range(len(order)), key=order.__getitem__), dim)
 
 
-def zigzag_slice(x: Tensor, dim: int = 1, *, axis: str = "cp", mesh: Mesh | None = None) -> Tensor:
+def zigzag_slice(x: Tensor, dim: int = 1, *, axis: AxisName = "cp", mesh: Mesh | None = None) -> Tensor:
     """This rank's part of a whole sequence: a copy without derivative, for batches.
 
     Args:
         x: the whole sequence along ``dim``, such as tokens (batch, time).
         dim: the dim of the sequence.
-        axis: the context-parallel axis.
+        axis: the context-parallel axis, or both of them, the ring's first.
         mesh: where to look the axis up, if not on the mesh in scope.
 
     Raises:
@@ -68,12 +70,12 @@ def zigzag_slice(x: Tensor, dim: int = 1, *, axis: str = "cp", mesh: Mesh | None
     return zigzag(x.detach(), parts, dim).chunk(parts, dim)[index].clone()
 
 
-def zigzag_positions(length: int, *, axis: str = "cp", device: object = None, mesh: Mesh | None = None) -> Tensor:
+def zigzag_positions(length: int, *, axis: AxisName = "cp", device: object = None, mesh: Mesh | None = None) -> Tensor:
     """The positions of this rank's tokens in the whole sequence, for position embeddings.
 
     Args:
         length: the number of this rank's tokens.
-        axis: the context-parallel axis.
+        axis: the context-parallel axis, or both of them, the ring's first.
         device: of the result.
         mesh: where to look the axis up, if not on the mesh in scope.
 
@@ -89,15 +91,25 @@ def zigzag_positions(length: int, *, axis: str = "cp", device: object = None, me
     [tensor([0, 3]), tensor([1, 2])]
     """
     parts, index = collectives.axis_size(axis, mesh=mesh), collectives.axis_index(axis, mesh=mesh)
-    return _order(length * parts, parts).chunk(parts)[index].to(device)  # type: ignore[call-overload,no-any-return]
+    _order(length * parts, parts)
+    half = length // 2
+    early, late = index * half, (2 * parts - 1 - index) * half
+    chunks = [torch.arange(start, start + half, device=device) for start in (early, late)]  # type: ignore[call-overload]
+    return torch.cat(chunks)
 
 
 def _expect(call: str, x: Tensor) -> None:
     expect(f"{call}(x, parts)", [("x", x, Tensor, "a tensor with a dim that is the sequence")])
 
 
-def _order(length: int, parts: int) -> Tensor:
-    """The places of a whole sequence's tokens in the ranks' parts, one after the other."""
+def _dealt(x: Tensor, order: list[int], dim: int) -> Tensor:
+    """Its chunks in another order. An index would be copied to the device, which waits for it."""
+    chunks = x.tensor_split(len(order), dim)
+    return torch.cat([chunks[at] for at in order], dim)
+
+
+def _order(length: int, parts: int) -> list[int]:
+    """The places, in a whole sequence of ``2 * parts`` chunks, of the ranks' chunks, one rank after the other."""
     expect("a zigzag", [("parts", parts, int, "the number of ranks"), ("length", length, int, "how many tokens")])
     if parts < 1:
         raise PlanError(f"parts={parts}: give the number of ranks, at least 1")
@@ -106,5 +118,4 @@ def _order(length: int, parts: int) -> Tensor:
             f"a sequence of {length} tokens over {parts} ranks: each has two chunks of equal length, so it must be a "
             f"multiple of 2 * {parts} = {2 * parts}; pad it to {-(-length // (2 * parts)) * 2 * parts}"
         )
-    chunks = torch.arange(length).chunk(2 * parts)
-    return torch.cat([chunk for i in range(parts) for chunk in (chunks[i], chunks[2 * parts - 1 - i])])
+    return [at for i in range(parts) for at in (i, 2 * parts - 1 - i)]

@@ -38,9 +38,9 @@ from fshard.state.equal import Equal
 from fshard.state.flat import Flat, flat_of, form_of
 from fshard.state.settle import complete
 from fshard.state.train_state import TrainState
-from fshard.torch_internals import DisableTorchFunctionSubclass, forward_ad_level, peek_interpreter_stack
 from fshard.training.latest import OneFunction
 from fshard.training.metrics import combine_aux
+from fshard.transform.active_transforms import under_way
 from fshard.transform.sharded_loss import LossFn, ShardedLoss
 from fshard.transform.tree_vectors import split_trainable, zero_filled
 
@@ -258,15 +258,3 @@ def value_and_grad(
 
 def _tensors(params: Any) -> list[Tensor]:
     return [leaf for leaf in tree.leaves(params) if isinstance(leaf, Tensor)]
-
-
-def under_way(tensors: list[Tensor]) -> bool:
-    """Tell whether a transform runs, or autograd records operations on these tensors."""
-    if peek_interpreter_stack() is not None:
-        return True
-    with DisableTorchFunctionSubclass():  # leaves of a step under way answer in Python, each time
-        if torch.is_grad_enabled() and any([tensor.requires_grad for tensor in tensors]):
-            return True
-    level = forward_ad_level()
-    unpack: Any = torch.autograd.forward_ad.unpack_dual
-    return level >= 0 and any(unpack(tensor).tangent is not None for tensor in tensors)

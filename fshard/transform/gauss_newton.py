@@ -45,7 +45,7 @@ class GaussNewtonProduct:
         Raises:
             TreeError, BatchError: arguments that do not fit, alike on all ranks.
         """
-        ranks = meeting(self.plan.mesh, batch, BatchRows())
+        ranks = meeting(self.plan.mesh, batch, BatchRows(), params)
         trained, rest = met(ranks, self.plan, params, batch, Equal(self.plan, {"tool": "gnvp"}), v)
         direction = direction_of(self.plan, trained, v)
 

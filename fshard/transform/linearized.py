@@ -113,7 +113,7 @@ class Linearize:
             LossError: the function returned a leaf that is not a floating-point tensor.
             PeerError: the function raised on another rank.
         """
-        ranks = meeting(self.plan.mesh, batch, BatchRows())
+        ranks = meeting(self.plan.mesh, batch, BatchRows(), params)
         equal = Equal(self.plan, {"tool": "linearize", "reshard": self.reshard})
         trained, frozen = met(ranks, self.plan, params, batch, equal)
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fshard.collectives.scope import SCOPE, cutting
-from fshard.errors import CommError, PeerError, ScheduleError
+from fshard.errors import CommError, PeerError, ScheduleError, lines
 from fshard.runtime.comm import Facts, announce, digest, exchange_text, mesh_communicator, told
 from fshard.runtime.comm.call_site import call_site
 from fshard.runtime.comm.facts import compare_numbers
@@ -24,9 +24,13 @@ from fshard.runtime.steps.step_refusals import unlike_losses
 from fshard.sharding.mesh import Mesh
 from fshard.state.equal import Equal
 from fshard.torch_internals import DisableFuncTorch
+from fshard.transform.active_transforms import transforms_text
 
 TEXT = 512
 """Bytes of a text that ranks exchange inside of a step function."""
+
+APART = "; "
+"""Between the place of a rank in a loss and the transforms that it is under, in texts."""
 
 
 @dataclass(frozen=True)
@@ -38,12 +42,14 @@ class LossMeeting:
         batch: this rank's batch.
         sizes: the dims of a batch that ranks share.
         running: the step function that makes the call; None outside of one.
+        under: the transforms around the call, as text; empty where there is none.
     """
 
     mesh: Mesh
     batch: Any
     sizes: BatchRows
     running: Any
+    under: str = ""
 
     def facts(self, equal: Equal) -> Facts:
         """Facts that the handshake compares. A step function compares them at its beginning."""
@@ -85,7 +91,7 @@ class LossMeeting:
         that failed because another one cut its collective off raises that rank's failure.
         """
         status = OK if failure is None else CUT if isinstance(failure, CommError) else FAILED
-        mine = [status, digest(place), facts.number, *_mean_row(self.batch, loss, self.sizes)]
+        mine = [status, digest((place, self.under)), facts.number, *_mean_row(self.batch, loss, self.sizes)]
         with DisableFuncTorch():  # a transform under way would wrap what is sent
             rows = self.rows(mine)
             if any(row[0] for row in rows):
@@ -93,7 +99,7 @@ class LossMeeting:
             if self.running is None:
                 compare_numbers(mesh_communicator(self.mesh), [row[2] for row in rows], facts)
             if any(row[1] != rows[0][1] for row in rows):
-                raise diverged(self._texts(f"{place} ({call_site()})"))
+                raise _apart(self._texts(f"{place}{APART}{self.under}, {call_site()}"))
         if any(row[3:6] != rows[0][3:6] for row in rows):
             raise unlike_losses([(bool(row[3]), row[4], row[5]) for row in rows])
         if uneven := self.sizes.uneven([row[6:] for row in rows]):
@@ -113,10 +119,27 @@ class LossMeeting:
         return [bytes(row).decode(errors="replace").rstrip() for row in rows]
 
 
-def meeting(mesh: Mesh, batch: Any, sizes: BatchRows) -> LossMeeting:
-    """The ranks of a mesh at a call that begins."""
+def meeting(mesh: Mesh, batch: Any, sizes: BatchRows, params: Any = None) -> LossMeeting:
+    """The ranks of a mesh at a call that begins. Its parameters and its batch tell which transforms it is under."""
     scope = SCOPE.get()
-    return LossMeeting(mesh, batch, sizes, None if scope is None else scope.running)
+    under = transforms_text(params, batch) if mesh.size > 1 else ""
+    return LossMeeting(mesh, batch, sizes, None if scope is None else scope.running, under)
+
+
+def _apart(texts: Sequence[str]) -> ScheduleError:
+    """The error of ranks that are at different places of a loss, or at one under different transforms."""
+    places = {text.partition(APART)[0] for text in texts}
+    if len(places) > 1:
+        return diverged([text.replace(f"{APART}, ", ", ").replace(APART, ", ") for text in texts])
+    found = [text.partition(APART)[2] for text in texts]
+    rows = [f"rank {rank}: {'under no transform' * text.startswith(', ')}{text}" for rank, text in enumerate(found)]
+    return ScheduleError(
+        lines(
+            f"ranks are at {places.pop()} under different transforms, which would make different collectives:",
+            rows,
+            "Apply the same transforms by the same arguments on all ranks, in one order. Nothing was sent or changed.",
+        )
+    )
 
 
 def _mean_row(batch: Any, loss: Loss | None, rows: BatchRows) -> list[int]:

@@ -6,7 +6,6 @@ symmetric, and the pullback of a pullback is the pushforward.
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -21,14 +20,20 @@ from fshard.errors import PlanError
 from fshard.model.missing import explained
 from fshard.model.random import fold_in
 from fshard.runtime.comm import collective_call, telling
+from fshard.runtime.steps import Runner
 from fshard.runtime.steps.batch_rows import BatchRows
+from fshard.runtime.steps.step_options import RunOptions, read_running
+from fshard.schedule.auto import Auto
+from fshard.schedule.policy import Policy
 from fshard.sharding.plan import Plan
 from fshard.state.equal import Equal
+from fshard.training.latest import OneFunction
 from fshard.transform import tree_vectors
 from fshard.transform.gather import gather_some
 from fshard.transform.linearized import LinearMap, keeps, met, own_storage, plain_attention
 from fshard.transform.meeting import meeting
 from fshard.transform.product_modes import Flat, ProductModes, direction_of
+from fshard.transform.scheduled_products import ProductSchedules, check_arguments
 from fshard.transform.sharded_loss import GatheredLoss, LossFn, ShardedLoss, check_loss, sharded_loss
 from fshard.transform.tree_vectors import split_trainable, zero_filled
 
@@ -76,16 +81,28 @@ def jvp(
     return along
 
 
-@dataclass(frozen=True)
-class HessianProduct:
+class HessianProduct(OneFunction):
     """``product(params, v, batch)``. Made by ``fs.func.hvp``.
 
     Attributes:
         loss: the global mean loss as a function of shards.
+        plan: the plan.
+
+    >>> import fshard as fs
+    >>> mesh, w = fs.make_mesh((1,), ("data",)), torch.tensor([[1.0, 2.0], [3.0, 4.0]])
+    >>> plan = fs.make_plan({"w": w}, mesh, [(".*", fs.fsdp("data"))])
+    >>> product = fs.func.hvp(lambda params, batch: (params["w"] * batch).square().sum() / 2, plan)
+    >>> _ = product({"w": torch.zeros(4)}, {"w": torch.ones(4)}, torch.tensor([[1.0, 2.0]]))
+    >>> product.record == product.schedule.ops
+    True
     """
 
-    loss: ShardedLoss
-    modes: ProductModes = field(default_factory=ProductModes, repr=False)
+    def __init__(self, loss: ShardedLoss, running: RunOptions) -> None:
+        self.loss, self.running, self.modes = loss, running, ProductModes()
+        self._schedules, self._unscheduled = ProductSchedules(loss, running), ""
+
+    def __repr__(self) -> str:
+        return f"<Hessian-vector product of {getattr(self.loss.loss_fn, '__name__', 'a function')}>"
 
     @property
     def plan(self) -> Plan:
@@ -94,8 +111,18 @@ class HessianProduct:
 
     @property
     def reshard(self) -> bool:
-        """True where units are gathered, and computed, again in each pass."""
+        """True where units are gathered again in each pass."""
         return self.loss.reshard
+
+    @property
+    def _runner(self) -> Runner:  # type: ignore[override]
+        found = self._schedules.here
+        if self._unscheduled or found is None:
+            reason = self._unscheduled or "parameters lie in host memory, or a leaf is named like another one's tangent"
+            raise PlanError(
+                f"no schedule: the latest product was gathered where its units run, as transforms are, since {reason}"
+            )
+        return found.runner
 
     @collective_call
     def __call__(self, params: Any, v: Any, batch: Any) -> dict[str, Any]:
@@ -105,6 +132,10 @@ class HessianProduct:
             TreeError, BatchError, LossError: arguments or results that do not fit, alike on all ranks.
             PeerError: the loss function raised on another rank.
         """
+        check_arguments(self.plan, params, v, batch)
+        scheduled, self._unscheduled = self._schedules.find(params, v, batch)
+        if scheduled is not None:
+            return scheduled(params, v, batch)
         if not self.reshard:
             return self._kept(params, v, batch)
         trained, rest, direction = _split(self.plan, params, v)
@@ -112,7 +143,7 @@ class HessianProduct:
 
     def _kept(self, params: Any, v: Any, batch: Any) -> dict[str, Any]:
         """The product of gathered leaves: of the two gradients that it makes, only its own is added up over ranks."""
-        plan, ranks = self.plan, meeting(self.plan.mesh, batch, BatchRows())
+        plan, ranks = self.plan, meeting(self.plan.mesh, batch, BatchRows(), params)
         trained, rest = met(ranks, plan, params, batch, Equal(plan, {"tool": "hvp"}), v)
         loss = GatheredLoss(self.loss.loss_fn, plan, False, False, False)
         with cutting(plan.mesh):
@@ -170,21 +201,24 @@ class HessianProduct:
         return value
 
 
-def hvp(loss_fn: LossFn, plan: Plan, *, reshard: bool | None = None) -> HessianProduct:
+def hvp(
+    loss_fn: LossFn, plan: Plan, *, reshard: bool | None = None, schedule: Policy | Auto | str | None = None
+) -> HessianProduct:
     """The Hessian of the global mean loss times a vector: ``hvp(loss_fn, plan)(params, v, batch)``.
 
-    Forward over reverse (Pearlmutter, "Fast exact multiplication by the Hessian", 1994) takes about the time of two
-    gradients. From the first call that finds an operator of the gradient without forward derivative, it is reverse
-    over reverse. For many products at one point, ``hvp(loss_fn, plan).linearize(params, batch)`` is a function of ``v``
-    that computes the gradient once.
+    The gradient of the loss's derivative along ``v``, which is computed by forward differentiation (Pearlmutter, "Fast
+    exact multiplication by the Hessian", 1994): about the time of three gradients, on a schedule as a train step. Where
+    an operator has no forward derivative, it is reverse over reverse. For many products at one point,
+    ``hvp(loss_fn, plan).linearize(params, batch)`` is a function of ``v`` that computes the gradient once.
 
     Args:
         loss_fn: as for ``fs.make_train_step``, without aux.
         plan: the plan.
-        reshard: gather a unit's parameters where it runs, in each pass, and compute the unit again, as
-            ``fs.func.sharded_loss`` does. False gathers all parameters once, and holds them, their direction and their
-            gradients whole. None chooses False for models whose parameters take up to 128 MiB; the attribute
-            ``reshard`` of the function tells the choice. Products are equal, up to the order of float sums.
+        reshard: free a unit's parameters and their tangents after its forward, and gather them again for its backward.
+            False keeps them. None chooses False for models whose parameters take up to 128 MiB; the attribute
+            ``reshard`` of the function tells the choice, and so does its ``schedule``. Products are equal, up to the
+            order of float sums. Where a product has no schedule, True gathers and computes units again in each pass.
+        schedule: as for ``fs.make_train_step``, in the place of ``reshard``: a policy, or ``fs.Auto(memory=...)``.
 
     Returns:
         The function. ``v`` and the product are trees of shards like ``params``, zero for frozen leaves.
@@ -201,8 +235,11 @@ def hvp(loss_fn: LossFn, plan: Plan, *, reshard: bool | None = None) -> HessianP
     >>> hessian = product.linearize({"w": torch.zeros(4)}, torch.tensor([[1.0, 2.0]]))
     >>> hessian({"w": torch.ones(4)}), product.reshard
     ({'w': tensor([1., 4., 1., 4.])}, False)
+    >>> product.schedule.policy.reshard
+    False
     """
-    return HessianProduct(_loss(loss_fn, plan, reshard))
+    loss = _loss(loss_fn, plan, _resharded(reshard, schedule))
+    return HessianProduct(loss, read_running(Policy(reshard=loss.reshard) if schedule is None else schedule, False))
 
 
 def hessian_trace_samples(
@@ -253,6 +290,18 @@ def _loss(loss_fn: LossFn, plan: Plan, reshard: bool | None) -> ShardedLoss:
     check_loss(loss_fn, plan)
     expect("(loss_fn, plan, reshard=)", [("reshard", reshard, (bool, type(None)), "True, False or None")])
     return sharded_loss(loss_fn, plan, reshard=not keeps(plan) if reshard is None else reshard)
+
+
+def _resharded(reshard: bool | None, schedule: Any) -> bool | None:
+    """Return ``reshard`` of a loss whose products run on a schedule."""
+    if schedule is None:
+        return reshard
+    if reshard is not None:
+        raise PlanError(
+            f"hvp(reshard={reshard!r}, schedule={schedule!r}): a schedule says itself what it keeps: give one of them"
+        )
+    policy = read_running(schedule, False).policy
+    return isinstance(policy, Auto) or policy.reshard is not False
 
 
 def _split(plan: Plan, params: Any, v: Any) -> tuple[Flat, Flat, Flat]:

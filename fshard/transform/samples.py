@@ -188,7 +188,7 @@ def _each(loss: Row, leaves: Flat, paths: list[str], rows: list[Tensor]) -> Flat
 
 def _met(plan: Plan, params: Any, batch: Any, settings: dict[str, Any]) -> tuple[Flat, Flat, LossMeeting]:
     """The trainable leaves, the others, and the ranks, when all have checked their arguments."""
-    ranks = meeting(plan.mesh, batch, BatchRows())
+    ranks = meeting(plan.mesh, batch, BatchRows(), params)
 
     def checked() -> tuple[Flat, Flat]:
         _rows(batch)

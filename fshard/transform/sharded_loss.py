@@ -70,7 +70,7 @@ class ShardedLoss:
             PeerError: the loss function raised on another rank.
             ReplicationError: plans or options differ between ranks; in debug mode, leaves that must be equal.
         """
-        ranks = meeting(self.plan.mesh, batch, self._rows)
+        ranks = meeting(self.plan.mesh, batch, self._rows, params)
         with cutting(self.plan.mesh):
             # Before the first gather: a rank whose arguments are bad must not leave the others waiting.
             facts = ranks.facts(self._equal)

@@ -30,7 +30,7 @@ def planned(case: Case, mesh: fs.Mesh) -> tuple[fs.Plan, dict[str, Any], Any]:
     return plan, start, program(kit)
 
 
-def transformed(case: Case, second: bool) -> list[str]:
+def transformed(case: Case) -> list[str]:
     """On a rank: the ways to derivatives that do not give those of one plain process."""
     out = []
     with fs.make_mesh(case.sizes, case.names) as mesh:
@@ -46,11 +46,10 @@ def transformed(case: Case, second: bool) -> list[str]:
         for way, (grads, mean) in found.items():
             out += [f"{way}: loss {mean} not {value}"] * (not abs(float(mean) - float(value)) < 1e-5)
             out += _far(way, fs.unshard(grads, plan), wanted)
-        if second:
-            along = tree.map(torch.cos, start)
-            hv = torch.func.jvp(lambda p: torch.func.grad(plain)(p, batch(0)), (start,), (along,))[1]
-            got = fs.func.hvp(loss, plan)(params, fs.shard(along, plan), mine)
-            out += _far("hvp", fs.unshard(got, plan), hv)
+        along = tree.map(torch.cos, start)
+        hv = torch.func.jvp(lambda p: torch.func.grad(plain)(p, batch(0)), (start,), (along,))[1]
+        got = fs.func.hvp(loss, plan)(params, fs.shard(along, plan), mine)
+        out += _far("hvp", fs.unshard(got, plan), hv)
     return out
 
 
@@ -64,9 +63,8 @@ def _far(way: str, got: Any, want: Any) -> list[str]:
 @pytest.mark.long
 @pytest.mark.parametrize("case", [TENSOR, pytest.param(EXPERT, marks=pytest.mark.slow), CONTEXT], ids=kind)
 def test_transforms_give_the_derivatives_of_one_process(case: Case) -> None:
-    second = case.kind != "context"  # ring attention is differentiable once
     with sdpa_kernel(SDPBackend.MATH):  # PyTorch's fused attention has no forward mode
-        ranks = fs.virtual_mesh(case.sizes, case.names).run(transformed, case, second)
+        ranks = fs.virtual_mesh(case.sizes, case.names).run(transformed, case)
     assert ranks == [[]] * 4
 
 

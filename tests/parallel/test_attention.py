@@ -10,18 +10,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.nn import functional as F  # noqa: N812
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fshard as fs
-from fshard import P, parallel
+from fshard import parallel
 from fshard.collectives.scope import resolve
 from fshard.parallel import attention as module
 from fshard.parallel.attention import AttentionMask, attend, attend_backward, visible
 from fshard.parallel.attention_kernels import CPU_FLASH, CUDA_FLASH, EFFICIENT, SCORES, AttentionKernel, kernel_for
-from fshard.parallel.ring_steps import Attention, Ring, RingGradients
-from tests.parallel.test_functions import draw, mapped
+from fshard.parallel.ring_functions import Attention, RingGradients
+from fshard.parallel.ring_steps import Ring
+from tests.parallel.test_functions import draw
 
 PLAIN = SDPBackend.MATH
 
@@ -90,33 +90,6 @@ def test_steps_of_the_ring_see_each_pair_of_a_document_once(data: st.DataObject)
     assert found.tolist() == (same.tril() if causal else same).int().tolist()
 
 
-@pytest.mark.parametrize(("dtype", "near"), [(torch.float64, 1e-10), (torch.float32, 1e-5)], ids=str)
-@pytest.mark.parametrize("causal", [True, False])
-def test_ring_attention_of_documents(causal: bool, dtype: torch.dtype, near: float) -> None:
-    ranks, cut = 4, P(None, None, "cp")
-    q, k, v, weights = (x.to(dtype) for x in draw((2, 4, 32, 8), (2, 2, 32, 8), (2, 2, 32, 8), (2, 4, 32, 8)))
-    documents = torch.tensor([[0] * 5 + [1] * 14 + [2] * 3 + [-1] * 10, [0] * 32])
-    mask = (documents[..., None] == documents[:, None]).unsqueeze(1)
-    mask = mask.tril() if causal else mask
-
-    def on_a_rank(q: Tensor, k: Tensor, v: Tensor, d: Tensor) -> Tensor:
-        return parallel.ring_attention(q, k, v, causal=causal, documents=d)
-
-    ring = mapped(on_a_rank, ranks, "cp", (cut, cut, cut, P(None, "cp")), cut)
-
-    def mine(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        turned = [parallel.zigzag(x, ranks, 2) for x in (q, k, v)]
-        return parallel.unzigzag(ring(*turned, parallel.zigzag(documents, ranks)), ranks, 2)
-
-    def plain(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
-
-    y, back = torch.func.vjp(mine, q, k, v)
-    want, plain_back = torch.func.vjp(plain, q, k, v)
-    torch.testing.assert_close(y, want, rtol=near, atol=near)
-    torch.testing.assert_close(back(weights), plain_back(weights), rtol=near, atol=near)
-
-
 class Largest(TorchDispatchMode):
     """Notes the bytes of the largest tensor that an operator returns."""
 
@@ -162,6 +135,24 @@ def test_memory_of_the_ring_is_linear_in_the_tokens(kernel: AttentionKernel, mas
     for tokens in (1 << 15, 1 << 16, 1 << 17):
         each = 4 * 8 * 64 * tokens // 8  # the gradients of the queries, in float32
         assert largest(tokens, kernel, masked) <= max(tile, each), tokens
+
+
+@pytest.mark.parametrize("way", [{"axis": "cp"}, {"axis": "hp", "ring": "cp"}], ids=len)
+def test_memory_by_heads_is_linear_in_the_tokens(way: dict[str, str]) -> None:
+    """Forward and backward by autograd: a rank holds as many elements as its own part of the sequence has."""
+    mesh = fs.virtual_mesh((4, 2), ("cp", "hp"))
+    ranks = mesh.size if "ring" in way else 4
+
+    def on_a_rank() -> None:
+        for tokens in (1 << 15, 1 << 16, 1 << 17) if mesh.rank == 0 else ():
+            with FakeTensorMode(), Largest() as noted:
+                shapes = [(1, heads, tokens // ranks, 64) for heads in (8, 2, 2)]
+                heads = [torch.empty(shape, dtype=torch.bfloat16, requires_grad=True) for shape in shapes]
+                out = parallel.ulysses_attention(*heads, mesh=mesh, **way)
+                torch.autograd.grad(out, heads, torch.empty_like(out))
+            assert noted.bytes == 4 * 8 * 64 * tokens // ranks, tokens  # float32 of all queries
+
+    mesh.run(on_a_rank)
 
 
 CUDA = [CUDA_FLASH, EFFICIENT]

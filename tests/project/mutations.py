@@ -100,7 +100,9 @@ MUTATIONS = [
         "transform/test_tools.py",
     ),
     Mutation("collectives/raw.py", "rows().amax(0)", "rows().amin(0)", "played/test_shard_map.py"),
-    Mutation("parallel/zigzag.py", "chunks[2 * parts - 1 - i]", "chunks[parts + i]", "parallel/test_functions.py"),
+    Mutation(
+        "parallel/zigzag.py", "at in (i, 2 * parts - 1 - i)", "at in (i, parts + i)", "parallel/test_functions.py"
+    ),
     Mutation(
         "parallel/vocab.py",
         "torch.where(here, picked - top,",

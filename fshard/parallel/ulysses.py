@@ -1,0 +1,103 @@
+"""Ulysses attention: ranks trade their parts of the sequence for heads (Jacobs et al. 2023), in a ring or alone.
+
+An all-to-all gives each rank the whole sequence of some heads, and another one gives results back. Heads limit the
+number of ranks. With ``ring`` the whole sequence is that of one place in the ring, so ranks multiply (USP: Fang and
+Zhao 2024).
+
+A sequence is cut by ``zigzag`` over all ranks, the axis of the ring first. The chunks of one place in the ring are then
+neighbours: together they are its early and its late chunk, as the ring alone would cut them.
+"""
+
+import math
+
+from torch import Tensor
+
+from fshard import collectives
+from fshard.collectives.make_linear import untraced
+from fshard.collectives.scope import resolve
+from fshard.parallel.context_checks import check_cut, check_documents, check_heads
+from fshard.parallel.plan_checks import check_data_axis, divided
+from fshard.parallel.ring_functions import attention
+from fshard.parallel.ring_steps import Ring
+from fshard.parallel.zigzag import unzigzag, zigzag
+from fshard.sharding.mesh import Mesh
+
+CALL = "ulysses_attention"
+
+
+@untraced
+def ulysses_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    axis: str = "cp",
+    ring: str | None = None,
+    causal: bool = True,
+    scale: float | None = None,
+    documents: Tensor | None = None,
+    mesh: Mesh | None = None,
+) -> Tensor:
+    """``ring_attention`` by heads: the same arguments, the same result, and the same cut of the sequence.
+
+    A rank sends its queries, keys, values and results once, in four all-to-alls; in a ring its keys and values pass
+    every rank. Kv heads are repeated until the axis divides them.
+
+    Args:
+        q: (batch, heads, time / ranks, width): this rank's queries. The axis divides ``heads``.
+        k: (batch, kv heads, time / ranks, width): its keys; ``heads`` is a multiple of ``kv heads``.
+        v: as ``k``.
+        axis: the axis whose ranks share the heads, a data axis of the step.
+        ring: another data axis, for a ring of such groups of ranks. The sequence is then cut over both:
+            ``zigzag_slice(x, axis=(ring, axis))``, and ``batch=P("data", (ring, axis))``.
+        causal: attend only to earlier tokens; the sequence must then be cut by ``zigzag``.
+        scale: the factor on scores, ``width ** -0.5`` by default.
+        documents: (batch, time / ranks), integers, as for ``ring_attention``.
+        mesh: where to look the axes up, if not on the mesh in scope.
+
+    Returns:
+        As ``q``: each rank's own.
+
+    Raises:
+        PlanError: heads that the axis does not divide; what ``ring_attention`` refuses.
+        AxisError: no mesh is in scope, or it has no such axis, or both axes are one.
+
+    >>> import torch, fshard as fs
+    >>> from fshard.parallel import unzigzag, zigzag_slice
+    >>> x, mesh = torch.randn(1, 2, 8, 4), fs.virtual_mesh((2,), ("cp",))
+    >>> parts = mesh.run(lambda: ulysses_attention(*[zigzag_slice(x, 2, mesh=mesh)] * 3, mesh=mesh))
+    >>> whole = torch.nn.functional.scaled_dot_product_attention(x, x, x, is_causal=True)
+    >>> torch.allclose(unzigzag(torch.cat(parts, 2), 2, 2), whole, atol=1e-5)
+    True
+    """
+    axes = (axis,) if ring is None else (ring, axis)
+    everyone = resolve(axes, mesh)
+    for each in axes:
+        check_data_axis(each, CALL, mesh)
+    check_heads(CALL, q, k, v)
+    check_cut(CALL, q, everyone, causal)
+    check_documents(CALL, q, documents)
+    parts = q.shape[1] // divided(q.shape[1], axis, f"heads in {CALL}", mesh)
+    k, v = (_enough(x, parts) for x in (k, v))
+    q, k, v = (collectives.all_to_all(x, axis, 1, 2, tiled=True, mesh=mesh) for x in (q, k, v))
+    if documents is not None:
+        documents = collectives.all_gather(documents, axis, dim=1, tiled=True, mesh=mesh)
+    if causal:
+        q, k, v = (unzigzag(x, parts, 2) for x in (q, k, v))
+        documents = None if documents is None else unzigzag(documents, parts, 1)
+    if documents is not None:
+        documents = (
+            documents.unsqueeze(1) if ring is None else collectives.all_gather(documents, ring, dim=1, mesh=mesh)
+        )
+    settings = Ring(
+        None if ring is None else resolve(ring, mesh), causal, q.shape[-1] ** -0.5 if scale is None else scale
+    )
+    out = attention(q, k, v, documents, settings)
+    out = zigzag(out, parts, 2) if causal else out
+    back: Tensor = collectives.all_to_all(out, axis, 2, 1, tiled=True, mesh=mesh)
+    return back
+
+
+def _enough(x: Tensor, parts: int) -> Tensor:
+    """Kv heads repeated until the ranks divide them: as many as queries share them, they stay in step with these."""
+    return x.repeat_interleave(math.lcm(x.shape[1], parts) // x.shape[1], 1)

@@ -1,0 +1,248 @@
+"""Units of a loss function under one forward derivative, as units of parameters and tangents.
+
+The loss function runs under ``torch.func.jvp``, and so does the code between its units. The call of a unit leaves that
+transform: the engine runs an ordinary unit, of plain tensors, that takes inputs with their tangents, reads parameters
+with theirs, and returns results with theirs. So the engine sees where each unit begins, forward and backward, and a
+schedule can gather ahead and leave reductions in flight.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.func import jvp
+from torch.utils.dlpack import from_dlpack
+
+from fshard import tree
+from fshard.errors import UnitError
+from fshard.model.casting import Casting
+from fshard.model.unit import Slot, Unit, attach, slot_of
+from fshard.runtime.engine.proxies import METADATA, PLACE
+from fshard.runtime.memory.slots import storage_of
+from fshard.torch_internals import (
+    DisableFuncTorch,
+    DisableTorchFunctionSubclass,
+    below_transform,
+    disable_current_modes,
+    forward_level,
+    forward_parts,
+)
+
+Pair = tuple[Tensor, Tensor | None]
+"""A tensor and its tangent; None for a constant."""
+
+
+class DualHandle(Tensor):
+    """A leaf, in the tree that a loss function gets. A unit that takes it reads the leaf and its tangent.
+
+    Questions of shape and place are answered at once; any other use reads the leaf outside of units.
+    """
+
+    lies_on: torch.device
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Replace handles by leaves."""
+        if func in PLACE:
+            return PLACE[func](args[0].lies_on)
+        if func in METADATA:
+            with DisableTorchFunctionSubclass():
+                return func(*args, **(kwargs or {}))
+        args, kwargs = tree.mapped(_read, (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        slot = slot_of(self)
+        return f"<parameter {slot.path if slot else ''} with its tangent>"
+
+
+def _read(value: Any) -> Any:
+    slot = slot_of(value) if isinstance(value, DualHandle) else None
+    if slot is None:
+        return value
+    leaf: Tensor = slot.engine.leaf(slot.path)  # type: ignore[attr-defined]
+    return leaf.detach() if slot.stopped else leaf
+
+
+@dataclass
+class Frame:
+    """A call of a unit beside its tensors.
+
+    Attributes:
+        spec: the structure of its parameters and arguments.
+        plain: the leaves of these that are no tensors, and None for each tensor.
+        places: where tensors are among them: the parameters, then the others.
+        trained: whether each parameter has a tangent.
+        out: the structure of its results.
+        rest: results that are no floating-point tensors, and None for each that is one.
+    """
+
+    spec: Any
+    plain: list[Any]
+    places: list[int]
+    trained: list[bool]
+    out: Any = None
+    rest: list[Any] = field(default_factory=list)
+
+    def call(self, fn: Callable[..., Any], tensors: Sequence[Tensor]) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+        """The results that may have tangents, and the tensors among the others."""
+        filled = list(self.plain)
+        for i, tensor in zip(self.places, tensors, strict=True):
+            filled[i] = tensor
+        params, args, kwargs = tree.unflatten(self.spec, filled)
+        outs, self.out = tree.flatten(fn(params, *args, **kwargs))
+        moving = [isinstance(x, Tensor) and x.is_floating_point() for x in outs]
+        self.rest = [None if moves else x for x, moves in zip(outs, moving, strict=True)]
+        others = tuple([x for x in self.rest if isinstance(x, Tensor)])
+        return tuple([x for x, moves in zip(outs, moving, strict=True) if moves]), others
+
+    def result(self, found: Sequence[Any], others: Sequence[Tensor]) -> Any:
+        """The unit's result."""
+        given, plain = iter(found), iter(others)
+        outs = [next(given) if x is None else next(plain) if isinstance(x, Tensor) else x for x in self.rest]
+        return tree.unflatten(self.out, outs)
+
+
+class DualFunction:
+    """A unit's function of parameters, inputs and their tangents, which returns results and their tangents.
+
+    Args:
+        unit: the unit.
+    """
+
+    def __init__(self, unit: Unit) -> None:
+        self.fn, self.__name__ = unit.fn, getattr(unit.fn, "__name__", "unit")
+
+    def __call__(
+        self, params: Any, frame: Frame, inputs: list[Tensor], tangents: list[Tensor | None]
+    ) -> tuple[Sequence[Tensor], Sequence[Tensor], Sequence[Tensor]]:
+        """The results that are floating-point tensors, their tangents, and other tensors."""
+        given = iter(params["along"])
+        along = [alone(next(given)) if trained else None for trained in frame.trained]
+        tensors = [*map(alone, params["at"]), *inputs]
+        moved = {i: t for i, t in enumerate([*along, *tangents]) if t is not None}
+
+        def of(*moving: Tensor) -> Any:
+            filled = list(tensors)
+            for i, x in zip(moved, moving, strict=True):
+                filled[i] = x
+            return frame.call(self.fn, filled)
+
+        moving: Any = jvp(of, tuple([tensors[i] for i in moved]), tuple(moved.values()), has_aux=True)
+        found, along, others = moving
+        held = {storage_of(x) for x in tensors[: len(frame.trained)]}
+        if any(storage_of(out) in held for out in found):
+            raise UnitError(
+                f"an output of unit {self.__name__} is a view of one of its parameters, whose memory will hold another "
+                f"unit's weights: return a copy (.clone()), or read the parameter where it is used"
+            )
+        return found, along, others
+
+
+class Alone(torch.autograd.Function):
+    """A tensor in a storage of its own, at the same memory.
+
+    PyTorch gives a tangent the layout of its primal's storage, which for a leaf in an arena is the whole arena.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return from_dlpack(x.detach())
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad
+
+
+def alone(x: Tensor) -> Tensor:
+    """A tensor that is all of its storage."""
+    if x.storage_offset() == 0 and x.untyped_storage().nbytes() == x.numel() * x.itemsize:
+        return x
+    made: Tensor = Alone.apply(x)  # type: ignore[no-untyped-call]
+    return made
+
+
+class DualUnits:
+    """Runs the units that one call of a loss function makes, at its level of forward differentiation.
+
+    Args:
+        pairs: each leaf, and its tangent, as the engine has them, by path.
+        known: the units of parameters and tangents made so far.
+    """
+
+    def __init__(self, pairs: Mapping[str, Pair], known: dict[Unit, Unit]) -> None:
+        self.pairs, self.known, self.level = pairs, known, forward_level()
+        self.duals: dict[str, Tensor] = {}
+        self.slots: list[Slot] = []
+
+    def __enter__(self) -> "DualUnits":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        # Handles, their slots and the modules that hold them form a cycle: without this, the graph would live until the
+        # next garbage collection.
+        self.duals.clear()
+        for slot in self.slots:
+            slot.instances.clear()
+
+    def handles(self, shapes: Mapping[str, tuple[int, ...]], casting: Casting | None) -> dict[str, Tensor]:
+        """A handle for each leaf. ``shapes`` are those of whole leaves."""
+        found = {}
+        for path, (leaf, _) in self.pairs.items():
+            with DisableFuncTorch(), disable_current_modes():  # a trace would make a fake tensor
+                empty = torch.empty(leaf.shape, dtype=leaf.dtype, device="meta")
+                handle: Any = Tensor._make_subclass(DualHandle, empty, False)
+            handle.lies_on = leaf.device
+            self.slots.append(Slot(self, path, casting, shapes[path]))
+            attach(handle, self.slots[-1])
+            found[path] = handle
+        return found
+
+    def leaf(self, path: str) -> Tensor:
+        """A leaf that code between units reads."""
+        if path not in self.duals:
+            with below_transform():
+                primal, tangent = self.pairs[path]
+                pair = alone(primal), None if tangent is None else alone(tangent)
+            self.duals[path] = _dual(*pair)
+        return self.duals[path]
+
+    def call(self, unit: Unit, params: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a unit: by the engine, or as code between units where that is no plain call of it."""
+        args, kwargs = tree.mapped(_read, (args, kwargs))
+        held = self._held(params)
+        if forward_level() != self.level or held is None:
+            return unit.fn(tree.mapped(_read, params), *args, **kwargs)
+        given, spec = tree.flatten((params, args, kwargs))
+        places = [i for i, x in enumerate(given) if isinstance(x, Tensor)]
+        plain = [None if isinstance(x, Tensor) else x for x in given]
+        frame = Frame(spec, plain, places, [along is not None for _, along in held])
+        inputs = [forward_parts(given[i], self.level) for i in places[len(held) :]]
+        with below_transform():
+            found, along, others = self._run(unit, held, inputs, frame)
+            pairs = [(alone(x), alone(t)) for x, t in zip(found, along, strict=True)]
+        return frame.result([_dual(*pair) for pair in pairs], others)
+
+    def _held(self, params: Any) -> list[Pair] | None:
+        """The leaves of a unit, and their tangents; None if it is given others, or such that no gradient flows into."""
+        leaves = tree.leaves(params)
+        slots = [slot for leaf in leaves if isinstance(leaf, DualHandle) and (slot := slot_of(leaf)) is not None]
+        if len(slots) < len(leaves) or any([slot.stopped for slot in slots]):
+            return None
+        return [self.pairs[slot.path] for slot in slots]
+
+    def _run(self, unit: Unit, held: list[Pair], inputs: list[Pair], frame: Frame) -> Any:
+        if (made := self.known.get(unit)) is None:
+            made = self.known[unit] = Unit(unit.name, DualFunction(unit))
+        params = {"at": [one for one, _ in held], "along": [other for _, other in held if other is not None]}
+        slot = slot_of(held[0][0])
+        assert slot is not None
+        return slot.engine.call(made, params, (frame, [x for x, _ in inputs], [t for _, t in inputs]), {})
+
+
+def _dual(primal: Tensor, tangent: Tensor | None) -> Tensor:
+    make: Any = torch.autograd.forward_ad.make_dual
+    dual: Tensor = primal if tangent is None else make(primal, tangent)
+    return dual

@@ -1,0 +1,221 @@
+"""Hessian-vector products on a schedule: what travels, by formula; departures; limits of memory; what has none."""
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fshard as fs
+from fshard import tree
+from fshard.errors import PlanError
+from fshard.schedule import check
+from tests.shared.bad import Raised, attempt
+from tests.shared.virtual import Job
+from tests.transform import cases as cases
+from tests.transform.test_tools import whole_hvp
+from tests.transform.test_transforms import FLAT, differences, mine
+
+F = torch.func
+UNITS, WIDTH = 6, 8
+X = cases.batch()
+
+
+@fs.unit
+def layer(p: Any, x: Tensor) -> Tensor:
+    """One layer."""
+    return torch.tanh(x @ p["0"]["weight"].T + p["0"]["bias"])
+
+
+class Layers:
+    """Layers whose order is a matter of Python, as data-dependent programs are."""
+
+    def __init__(self, mesh: fs.Mesh) -> None:
+        self.order, self.mesh = list(range(UNITS)), mesh
+        net = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(UNITS))).double()
+        model = fs.split(net, units=("*",))
+        self.plan = fs.make_plan(model, mesh, [(r".*", fs.fsdp(mesh.axis_names[0]))])
+        draw = torch.Generator().manual_seed(5)
+        self.whole = tree.map(lambda x: torch.randn(x.shape, generator=draw, dtype=torch.float64) / 3, model.params)
+        self.x = torch.randn(4 * mesh.size, WIDTH, generator=draw, dtype=torch.float64)
+
+    def loss(self, params: Any, x: Tensor) -> Tensor:
+        """The mean square of the output."""
+        for number in self.order:
+            x = layer(params[str(number)], x)
+        return x.square().mean()
+
+    def wrong(self, tool: Any) -> float:
+        """How far the product of the weights with the Hessian is from that of whole tensors on one rank."""
+        params = fs.shard(self.whole, self.plan)
+        got = tool(params, tree.map(torch.cos, params), mine(self.x, self.mesh))
+        grad = F.grad(lambda p: self.loss(p, self.x))
+        want = F.jvp(grad, (self.whole,), (tree.map(torch.cos, self.whole),))[1]
+        pairs = zip(tree.leaves(got), tree.leaves(fs.shard(want, self.plan)), strict=True)
+        return max((a - b).abs().max().item() for a, b in pairs if a.numel())
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("reshard", [True, False])
+def test_collectives_and_bytes_are_those_of_the_formula(ranks: int, reshard: bool) -> None:
+    layers = Layers(fs.abstract_mesh((ranks,), ("shard",)))
+    product = fs.func.hvp(layers.loss, layers.plan, reshard=reshard)
+    schedule = product.trace(torch.ones(4, WIDTH).double()).schedule
+    check(schedule)
+    counts = Counter(op.kind for op in schedule)
+    around = schedule.policy.prefetch + 1  # units that stay gathered from their forward to their backward
+    gathers = 2 * UNITS + 2 * (UNITS - around) * reshard  # parameters and tangents
+    apart = ranks > 1
+    assert (counts["all_gather"], counts["reduce_scatter"]) == (gathers * apart, UNITS * apart)
+    infos = {info.name: info for info in schedule.groups}
+    moved = [(op.kind, infos[op.target].transfer(op.kind)) for op in schedule if op.target in infos]
+    sent = sum(move.sent for _, move in moved if move is not None)
+    bytes_of = 8 * (ranks - 1) * layers.plan.groups[0].chunk  # of a group: each rank's part, to all others
+    assert sent == (gathers + UNITS) * bytes_of
+    assert not any(op.kind == "reduce_scatter" and op.target.endswith("'") for op in schedule)
+    assert product.reshard == reshard and schedule.policy.reshard == reshard
+
+
+def runs() -> list[str]:
+    """On a rank: what is wrong with products that ran, of every kind of leaf."""
+    out: list[str] = []
+    with fs.make_mesh(*FLAT) as mesh:
+        plan, x, v = cases.plan_on(mesh), mine(X, mesh), cases.directions()
+        params, along = fs.shard(cases.whole(), plan), fs.shard(v, plan)
+        for options in ({"reshard": True}, {"reshard": False}, {"schedule": fs.Policy(prefetch=0, reduces=0)}):
+            product = fs.func.hvp(cases.weighted_loss, plan, **options)
+            first, second = product(params, along, x), product(params, along, x)
+            out += differences(second, whole_hvp(v), plan, f"{options}")
+            out += ["bits"] * any(
+                not torch.equal(a, b) for a, b in zip(*map(tree.leaves, (first, second)), strict=True)
+            )
+            out += ["record"] * (product.record != product.schedule.ops)
+    return out
+
+
+@pytest.mark.parametrize("world", [1, 3])
+def test_what_ran_is_the_schedule(job: Job, world: int) -> None:
+    assert not sum(job(world).run(runs), [])
+
+
+def departures() -> list[Any]:
+    """On a rank: errors of products of a program that changes, the schedules, and what one rank alone raises."""
+    with fs.make_mesh(*FLAT) as mesh:
+        layers = Layers(mesh)
+        product = fs.func.hvp(layers.loss, layers.plan, reshard=True)
+        first = layers.wrong(product), product.record == product.schedule.ops
+        layers.order.reverse()
+        second = layers.wrong(product), attempt(lambda: product.schedule)
+        layers.order = layers.order[2:]  # calls that are left out
+        third = layers.wrong(product)
+        layers.order = [*range(UNITS)]
+        other = fs.func.hvp(layers.loss, layers.plan, reshard=True)
+        layers.wrong(other)
+        layers.order = layers.order[:: 1 if mesh.rank else -1]
+        alone = attempt(lambda: layers.wrong(other))
+        layers.order = [*range(UNITS)]
+        return [first, second, third, alone, layers.wrong(other)]
+
+
+def test_a_program_that_leaves_its_schedule_is_right_or_told() -> None:
+    for first, second, third, alone, last in fs.virtual_mesh((2,), ("any",)).run(departures):
+        assert first[0] < 1e-15 and first[1]
+        assert second[0] < 1e-15 and second[1] is not None and "on demand" in second[1].text
+        assert third < 1e-15 and last < 1e-15
+        assert alone is not None and "ScheduleError" in alone.kinds, alone
+        assert f"rank 0: all_gather {UNITS - 1}'" in alone.text and "rank 1: all_gather 0'" in alone.text
+
+
+def limited(bytes_: int) -> Raised | None | list[str]:
+    """On a rank: what a product in so much memory raises, or what is wrong with it."""
+    with fs.make_mesh(*FLAT) as mesh:
+        plan, x, v = cases.plan_on(mesh), mine(X, mesh), cases.directions()
+        product = fs.func.hvp(cases.weighted_loss, plan, schedule=fs.Auto(memory=bytes_, compute=1e9, wire=1e9))
+        found: list[Any] = []
+        given = fs.shard(cases.whole(), plan), fs.shard(v, plan), x
+        raised = attempt(lambda: found.append(product(*given)))
+        return raised or differences(found[0], whole_hvp(v), plan, "limited")
+
+
+def test_a_limit_of_memory_chooses_the_policy_or_is_refused() -> None:
+    ranks = fs.virtual_mesh((2,), ("any",))
+    assert ranks.run(limited, 2**20) == [[], []]
+    for raised in ranks.run(limited, 2**8):
+        assert isinstance(raised, Raised) and "PlanError" in raised.kinds and "memory" in raised.text
+
+
+def one_rank() -> tuple[fs.Plan, Any, Any]:
+    """The plan of one rank, with parameters and a direction."""
+    plan = cases.plan_on(fs.make_mesh((1,), ("shard",)))
+    return plan, fs.shard(cases.whole(), plan), fs.shard(cases.directions(), plan)
+
+
+class Cube(torch.autograd.Function):
+    """A cube without a forward derivative."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x**3
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        (x,) = ctx.saved_tensors
+        return 3 * grad * x**2
+
+
+def values(params: Any, batch: Any) -> Any:
+    """A loss that looks at a value."""
+    found = cases.weighted_loss(params, batch)
+    return found if found.total.item() > -1 else fs.Mean(2 * found.total, found.count)
+
+
+def alias(params: Any, batch: Any) -> Any:
+    """A loss with a unit that returns a parameter itself."""
+    same = fs.unit(lambda p: p["norm"])
+    found = cases.weighted_loss(params, batch)
+    return fs.Mean(found.total * same(params["layers"]["0"]).square().sum(), found.count)
+
+
+@pytest.mark.parametrize(("loss", "words"), [(values, "depends on values"), (alias, "is a view of one of its")])
+def test_programs_without_a_schedule_run_as_transforms_do(loss: Callable[..., Any], words: str) -> None:
+    plan, params, v = one_rank()
+    product = fs.func.hvp(loss, plan)
+    plain = cases.reference(loss)
+    want = F.jvp(lambda p: F.grad(plain)(p, X), (cases.whole(),), (cases.directions(),))[1]
+    for _ in range(2):
+        assert not differences(product(params, v, X), want, plan, "product")
+        with pytest.raises(PlanError, match=f"no schedule.*{words}"):
+            print(product.schedule)
+
+
+def test_products_inside_of_transforms_are_differentiated() -> None:
+    plan, params, v = one_rank()
+    product = fs.func.hvp(cases.weighted_loss, plan)
+    plain = F.grad(cases.reference(cases.weighted_loss))
+
+    def curvature(p: Any) -> Tensor:
+        return fs.tree.vdot(v, product(p, v, X), plan)
+
+    def whole(p: Any) -> Tensor:
+        found = F.jvp(lambda p: plain(p, X), (p,), (cases.directions(),))[1]
+        return sum((a * b).sum() for a, b in zip(tree.leaves(found), tree.leaves(cases.directions()), strict=True))
+
+    assert not differences(F.grad(curvature)(params), F.grad(whole)(cases.whole()), plan, "third")
+    with pytest.raises(PlanError, match="no schedule.*a transform is under way"):
+        print(product.schedule)
+    leaves = tree.map(lambda leaf: leaf.clone().requires_grad_(), params)
+    assert product(leaves, v, X)["scale"].requires_grad
+    with torch.no_grad():
+        assert not differences(product(params, v, X), whole_hvp(cases.directions()), plan, "without gradients")
+    print(product.schedule)
+
+
+def test_a_choice_is_made_once() -> None:
+    plan, *_ = one_rank()
+    with pytest.raises(PlanError, match="give one of them"):
+        fs.func.hvp(cases.mean_loss, plan, reshard=True, schedule="auto")
+    assert fs.func.hvp(cases.mean_loss, plan, schedule="auto").reshard
+    assert not fs.func.hvp(cases.mean_loss, plan, schedule=fs.Policy(reshard=False)).reshard
