@@ -16,7 +16,7 @@ from fshard.sharding.spec import P, Shape, axes_of
 from fshard.sharding.wire import Wire, WireFormat
 
 
-class Reading(NamedTuple):
+class ReadAs(NamedTuple):
     """The dtypes in which units read a leaf.
 
     Attributes:
@@ -47,7 +47,7 @@ class Leaf:
     compute: P
     compute_shape: Shape
     aliases: tuple[str, ...] = ()
-    reading: Reading = Reading()
+    reading: ReadAs = ReadAs()
     align: Align = None
     opt: P | None = None
     kinds: Kinds = Kinds()

@@ -11,7 +11,7 @@ from fshard.sharding.code import Code
 from fshard.sharding.float8_leaves import check_products, unscaled
 from fshard.sharding.kinds import kinds_of
 from fshard.sharding.layout import box
-from fshard.sharding.leaf import Leaf, Reading
+from fshard.sharding.leaf import Leaf, ReadAs
 from fshard.sharding.mesh import Mesh
 from fshard.sharding.rules import Decision
 from fshard.sharding.spec import P, Shape
@@ -106,7 +106,7 @@ def resolve_leaves(
             compute=compute,
             compute_shape=held,
             aliases=aliases,
-            reading=Reading(
+            reading=ReadAs(
                 precision if rule.precision is None else rule.precision,
                 unscaled(held, source.dtypes[path], source.owners[path], (path, *aliases), source.code.module),
             ),

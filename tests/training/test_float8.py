@@ -365,6 +365,9 @@ def test_transforms_refuse_it() -> None:
         f = fs.func.sharded_loss(lambda p, rows: loss_of(model(), p, rows), plan, reshard=reshard)
         with pytest.raises(errors.TransformError, match="multiplies 4 leaves in float8, such as blocks.0.up.weight"):
             f(params, batch(0))
+        hvp = fs.func.hvp(lambda p, rows: loss_of(model(), p, rows), plan, reshard=reshard)
+        with pytest.raises(errors.TransformError, match="multiplies 4 leaves in float8"):
+            hvp(params, params, batch(0))
 
 
 def test_devices_without_float8_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
