@@ -251,11 +251,12 @@ class DualUnits(TransformedUnits):
     Args:
         pairs: each leaf, and its tangent.
         known: the units of parameters and tangents made so far.
+        recorded: whether gradients flow through tangents.
     """
 
-    def __init__(self, pairs: Mapping[str, Pair], known: dict[Unit, Unit]) -> None:
+    def __init__(self, pairs: Mapping[str, Pair], known: dict[Unit, Unit], recorded: bool = True) -> None:
         super().__init__(pairs)
-        self.known = known
+        self.known, self.recorded = known, recorded
 
     def dual(self, pair: Pair) -> Tensor:
         """A leaf with its tangent."""
@@ -276,6 +277,7 @@ class DualUnits(TransformedUnits):
         with below_transforms(self.depth - 1):
             called = frame, [x for x, _ in inputs], [t for _, t in inputs]
             found, along, others = engine.call(made, params, called, {})
+            along = along if self.recorded else [t.detach() for t in along]
             pairs = [(alone(x), alone(t)) for x, t in zip(found, along, strict=True)]
         return frame.result([make_dual(*pair) for pair in pairs], others)
 
