@@ -85,6 +85,14 @@ class Frame:
         self.out: Any = None
         self.rest: list[Any] = []
 
+    @classmethod
+    def of(cls, given: Any, trained: list[bool]) -> tuple["Frame", list[Tensor]]:
+        """The frame of parameters and arguments, and the tensors among these."""
+        leaves, spec = tree.flatten(given)
+        places = [i for i, x in enumerate(leaves) if isinstance(x, Tensor)]
+        plain = [None if isinstance(x, Tensor) else x for x in leaves]
+        return cls(spec, plain, places, trained), [leaves[i] for i in places]
+
     def call(self, fn: Callable[..., Any], tensors: Sequence[Tensor]) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
         """The results that may have tangents, and the tensors among the others."""
         filled = list(self.plain)
@@ -266,11 +274,8 @@ class DualUnits(TransformedUnits):
 
     def run(self, engine: Any, unit: Unit, held: list[Pair], given: Any) -> Any:
         """The result of a unit."""
-        leaves, spec = tree.flatten(given)
-        places = [i for i, x in enumerate(leaves) if isinstance(x, Tensor)]
-        plain = [None if isinstance(x, Tensor) else x for x in leaves]
-        frame = Frame(spec, plain, places, [bool(along) for _, along in held])
-        inputs = [forward_parts(leaves[i], self.depth) for i in places[len(held) :]]
+        frame, tensors = Frame.of(given, [bool(along) for _, along in held])
+        inputs = [forward_parts(x, self.depth) for x in tensors[len(held) :]]
         if (made := self.known.get(unit)) is None:
             made = self.known[unit] = Unit(unit.name, DualFunction(unit))
         params = {"at": [one for one, _ in held], "along": [along[0] for _, along in held if along]}

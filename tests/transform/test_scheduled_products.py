@@ -296,10 +296,9 @@ def chunked() -> list[str]:
             found = chunks_of(given, form)
             own = {leaf.untyped_storage().data_ptr() for leaf in tree.leaves(given)}
             for group in plan.groups:
-                if name in lying and group.trainable and group.parts > 1:
-                    out += [f"{name}: {group.name} was copied"] * (
-                        found[group.id].untyped_storage().data_ptr() not in own
-                    )
+                if name in lying and group.name in ("layers.0", "root"):
+                    lies = found[group.id].untyped_storage().data_ptr() in own
+                    out += [f"{name}: {group.name} was copied"] * (not lies)
                 if name in copied and not torch.equal(found[group.id], whole[group.id]):
                     out.append(f"{name}: {group.name}")
         return out
