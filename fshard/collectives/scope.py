@@ -107,6 +107,12 @@ def in_scope(what: object, mesh: Mesh | None = None) -> tuple[Mesh, Axes]:
     return here, scope.implicit
 
 
+def bound_size(axis: str) -> int:
+    """The number of ranks along an axis of the mesh in scope; 1 where no mesh is in scope, or it has no such axis."""
+    scope = SCOPE.get()
+    return 1 if scope is None else scope.mesh.shape.get(axis, 1)
+
+
 def resolve(axis: AxisName, mesh: Mesh | None = None) -> Ranks:
     """The ranks along an axis, of this mesh or of the one in scope.
 

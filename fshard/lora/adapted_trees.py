@@ -118,6 +118,11 @@ def wrap(
     """
     wants = [("model", model, Model, "what fs.split(module) returned"), ("alpha", alpha, (int, float), "a number")]
     expect("lora.wrap(model, targets)", wants)
+    if model.around:
+        raise PlanError(
+            f"lora.wrap: layers of the model, such as {next(iter(model.around))}, are cut over ranks by "
+            "fs.parallel.parallelize, which knows no adapters: give adapters to the model as fs.split returned it"
+        )
     flat = dict(tree.paths(model.params))
     chosen = _chosen(flat, targets, rank)
     kept = [*model.module.buffers(), *tree.leaves(model.ignored)]

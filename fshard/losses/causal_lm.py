@@ -8,10 +8,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
 from fshard.arguments import described, expect
+from fshard.collectives.scope import bound_size
 from fshard.errors import PlanError
 from fshard.lora.modules import A, B
 from fshard.losses.chunked_cross_entropy import chunked_cross_entropy
 from fshard.model.split import Model
+from fshard.parallel.layer_styles import ColumnStyle
 from fshard.runtime.engine.mean import Mean
 
 HEAD = "lm_head"
@@ -41,7 +43,8 @@ def causal_lm_loss(
     Args:
         model: what ``fs.split`` made of a ``LlamaForCausalLM``, ``MistralForCausalLM``, ``Qwen2ForCausalLM``,
             ``Qwen3ForCausalLM``, ``Gemma2ForCausalLM`` or ``GPT2LMHeadModel``; ``fs.lora.wrap`` may have given it
-            adapters. Its head must be no unit.
+            adapters, and ``fs.parallel.parallelize`` may have cut it: then no rank has logits of the whole
+            vocabulary. Its head must be no unit.
         chunks: into how many parts the rows of logits, a microbatch's tokens, are cut.
         z_loss: weight of the squared log-sum-exp.
         label_smoothing: from 0 to 1.
@@ -81,8 +84,9 @@ def causal_lm_loss(
         hidden = model.apply(params, method=decoder, **{"use_cache": False, **given}).last_hidden_state
         following = F.pad(labels[..., 1:], (0, 1), value=ignore_index)
         hiddens, weights = head.pairs(params, hidden)
+        axis = None if head.axis is None or bound_size(head.axis) == 1 else head.axis
         found: Mean = chunked_cross_entropy(
-            hiddens, weights, following, chunks=chunks, bias=head.bias(params), reduction="parts", **options
+            hiddens, weights, following, chunks=chunks, bias=head.bias(params), reduction="parts", axis=axis, **options
         )
         return found
 
@@ -101,6 +105,7 @@ class LinearHead:
 
     paths: Mapping[str, str]  # by their names in the module
     scale: float  # of adapters
+    axis: str | None  # over which ranks have parts of the vocabulary
 
     def pairs(self, params: Any, hidden: Tensor) -> tuple[list[Tensor], list[Tensor]]:
         """Hidden states and weights whose products add to the logits."""
@@ -147,4 +152,11 @@ def _found(model: Model) -> tuple[str, LinearHead]:
     assert head is not None
     named = {name: f"{HEAD}.{name}" for name, each in head._parameters.items() if each is not None}
     paths = {name: model.aliases.get(path, path) for name, path in named.items()}
-    return decoder, LinearHead(paths, float(vars(head).get("lora_scale", 1.0)))
+    around = model.around.get(HEAD)
+    if not (around is None or isinstance(around, ColumnStyle)):
+        raise PlanError(
+            f"fs.causal_lm_loss: the plan of the model cuts the inputs of {HEAD!r} over {around.axis!r}, and the loss "
+            f"wants its rows cut, or all of it: fs.parallel.parallelize(model, mesh, {{{HEAD!r}: 'colwise'}})"
+        )
+    axis = None if around is None else around.axis
+    return decoder, LinearHead(paths, float(vars(head).get("lora_scale", 1.0)), axis)

@@ -126,3 +126,11 @@ def cannot_copy(problems: Iterable[str]) -> UnitError:
             "Remove these attributes, give their class a __deepcopy__, or write the model as functions with fs.unit.",
         )
     )
+
+
+def replaced_forward(path: str) -> PlanError:
+    """Code is to be put around a module whose forward is an attribute."""
+    return PlanError(
+        f"{path}: its forward was replaced by an attribute, as hooks of accelerate do, and fs.parallel would have to "
+        f"replace it again: remove those hooks before fs.split"
+    )

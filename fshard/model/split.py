@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from fshard import errors, tree
 from fshard.hints import hinting
 from fshard.model import model_refusals
+from fshard.model.around_calls import AroundCall
 from fshard.model.changed_buffers import BufferTracker, Place
 from fshard.model.choose import Pattern, chosen
 from fshard.model.defaults import deduce
@@ -71,6 +72,7 @@ class Model:
         aliases: for every further path of a tied parameter, the path under which ``params`` holds it.
         inits: by path, torch's own initial values, where the module that owns the parameter is torch's own.
         ignored: the parameters that ``split(ignore=)`` took out, the module's own: no leaves, but part of its code.
+        around: by path of a submodule, code around its calls, as ``fs.parallel.parallelize`` puts there.
 
     >>> import torch, fshard as fs
     >>> model = fs.split(torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.Tanh()), units=("0",))
@@ -90,6 +92,7 @@ class Model:
     _own: Mapping[str, "weakref.ref[Tensor]"]
     _unmade: tuple[str, ...] = ()
     ignored: dict[str, Any] = field(default_factory=dict)
+    around: Mapping[str, AroundCall] = field(default_factory=dict)
 
     if not TYPE_CHECKING:
         __getattr__ = hinting(HINTS)
@@ -168,7 +171,8 @@ class Model:
 
     @functools.cached_property
     def _modes(self) -> ModuleModes:
-        return ModuleModes(self._body, lambda twin: _body(twin, self._body.params, self._body.buffers, self.units))
+        params, buffers = self._body.params, self._body.buffers
+        return ModuleModes(self._body, lambda twin: _body(twin, params, buffers, self.units, self.around))
 
     @property
     def frozen(self) -> frozenset[str]:
@@ -259,25 +263,58 @@ def _make_attributes(twin: nn.Module, paths: Iterable[str]) -> None:
             vars(below)[name] = below._parameters.pop(name)
 
 
+def surround(model: Model, around: Mapping[str, AroundCall]) -> Model:
+    """The model with this code around the calls of its submodules, by path. Parameters and buffers are shared.
+
+    Args:
+        model: what ``split`` returned.
+        around: by path of a submodule; it replaces what the model has.
+
+    Raises:
+        PlanError: a submodule's forward was replaced by an attribute, as hooks of some libraries do.
+    """
+    for path in around:
+        if "forward" in vars(model.module.get_submodule(path)):
+            raise model_refusals.replaced_forward(path)
+    body = model._body
+    made = _body(body.module, body.params, body.buffers, model.units, around)
+    return replace(model, around=dict(around), _body=made)
+
+
 def _again(module: nn.Module, kept: Mapping[str, Any]) -> Model:
-    return replace(split(module, units=kept["units"]), **kept)
+    made = replace(split(module, units=kept["units"]), **kept)
+    return surround(made, made.around) if made.around else made
 
 
-def _body(twin: nn.Module, params: LeafOrder, buffers: LeafOrder, units: Sequence[str]) -> Body:
+def _body(
+    twin: nn.Module,
+    params: LeafOrder,
+    buffers: LeafOrder,
+    units: Sequence[str],
+    around: Mapping[str, AroundCall] | None = None,
+) -> Body:
     """The whole module as a pure function, with shells in the place of units."""
+    calls = {id(twin.get_submodule(path)): call for path, call in (around or {}).items()}
     places = find_places(twin, "_buffers")
     leaves, states = _numbers(find_places(twin, "_parameters"), params), _numbers(places, buffers)
     modules = {name: twin.get_submodule(name) for name in units}
-    shells = {id(unit): _shell(name, unit, twin, leaves, states) for name, unit in modules.items()}
+    shells = {id(unit): _shell(name, unit, twin, leaves, states, calls) for name, unit in modules.items()}
     tracker = BufferTracker(twin, [places[path] for path in buffers.paths])
-    return Body(Template(twin, twin, leaves, states, shells), params, buffers, tracker)
+    return Body(Template(twin, twin, leaves, states, shells, calls), params, buffers, tracker)
 
 
-def _shell(name: str, module: nn.Module, twin: nn.Module, leaves: Numbers, states: Numbers) -> Shell:
+def _shell(
+    name: str,
+    module: nn.Module,
+    twin: nn.Module,
+    leaves: Numbers,
+    states: Numbers,
+    around: Mapping[int, AroundCall],
+) -> Shell:
     """A unit: its own pure function, and its leaves among those of the whole model."""
     own, held = find_places(module, "_parameters"), find_places(module, "_buffers")
     params, buffers = LeafOrder(f"params of {name}", own), LeafOrder(f"buffers of {name}", held)
-    template = Template(module, twin, _numbers(own, params), _numbers(held, buffers), {})
+    template = Template(module, twin, _numbers(own, params), _numbers(held, buffers), {}, around)
     body = Body(template, params, buffers, BufferTracker(module, [held[path] for path in buffers.paths]), name)
     stateful = bool(buffers.paths)
 

@@ -8,7 +8,7 @@ import copy
 import inspect
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from types import FunctionType
@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from fshard.errors import UnitError
+from fshard.model.around_calls import AroundCall, converted, surrounded
 from fshard.model.changed_buffers import Place
 from fshard.model.containers import copied, holds, inside, outline
 from fshard.model.elsewhere import Elsewhere
@@ -64,6 +65,12 @@ class _Part:
     holding: tuple[str, ...]  # other attributes that hold containers
     shell: Shell | None
     signature: Any
+    around: AroundCall | None
+
+    @property
+    def replaced(self) -> tuple[str, ...]:
+        """The attributes that instances have and the module has not."""
+        return ("forward",) if self.shell is not None or self.around is not None else ()
 
 
 class Template:
@@ -75,10 +82,17 @@ class Template:
         params: numbers of the parameters.
         buffers: numbers of the buffers.
         shells: by identity, the modules that are units.
+        around: by identity, the code around the calls of modules.
     """
 
     def __init__(
-        self, root: nn.Module, whole: nn.Module, params: Numbers, buffers: Numbers, shells: Mapping[int, Shell]
+        self,
+        root: nn.Module,
+        whole: nn.Module,
+        params: Numbers,
+        buffers: Numbers,
+        shells: Mapping[int, Shell],
+        around: Mapping[int, AroundCall],
     ) -> None:
         self.root = root
         self._originals = list(root.modules())
@@ -92,7 +106,8 @@ class Template:
         self._buffers = len(set(buffers.values()))
         self._number = {id(module): i for i, module in enumerate(self._originals)}
         self._parts = [
-            _part(module, self._number, params, buffers, shells, self._outside) for module in self._originals
+            _part(module, self._number, params, buffers, shells, self._outside, around.get(id(module)))
+            for module in self._originals
         ]
         self._check_own(whole)
         self.flag = Flag()
@@ -136,11 +151,11 @@ class Template:
         paths = {id(module): path for path, module in self.root.named_modules()}
         entries = [part.attributes | _EMPTY | {"_buffers": dict(part.buffers)} for part in self._parts]
         views = [
-            view(paths[id(module)], found, (*part.referring, "forward") if part.shell else part.referring)
+            view(paths[id(module)], found, (*part.referring, *part.replaced))
             for module, part, found in zip(self._originals, self._parts, entries, strict=True)
         ]
         sizes = [
-            len(found | {"forward": None} if part.shell else found) + len(found["_buffers"])
+            len(found | dict.fromkeys(part.replaced)) + len(found["_buffers"])
             for part, found in zip(self._parts, entries, strict=True)
         ]
         self.views: Sequence[TableView] = views
@@ -182,7 +197,9 @@ class Template:
             for name, i in part.buffers:
                 if i >= 0:
                     places[i].append((buffers, name))
-            table["_apply"] = partial(_converted, weakref.ref(module))
+            table["_apply"] = partial(converted, weakref.ref(module))
+            if part.around is not None:
+                table["forward"] = surrounded(part.around, weakref.ref(module), part.signature)
             object.__setattr__(module, "__dict__", table)
         for i, (numbers, scene) in self._below.items():
             below = UnitModules(tensors, [modules[n] for n in numbers], scene, self.flag, numbers, self.moved)
@@ -246,7 +263,7 @@ class Template:
                 part.kind,
                 tuple(sorted((name, _fixed(value)) for name, value in part.attributes.items() if name not in HOOKS)),
                 tuple(_fixed(part.attributes.get(name)) for name in HOOKS),
-                *(part.children, part.params, part.buffers),
+                *(part.children, part.params, part.buffers, part.around),
                 id(self) if part.referring or part.shell else None,
             )
             for part in self._parts
@@ -271,7 +288,7 @@ class Template:
         made: list[More] = []
         for i, (module, part) in enumerate(zip(modules, self._parts, strict=True)):
             for name in part.referring:
-                if name in part.attributes and not (part.shell and name == "forward"):
+                if name in part.attributes and name not in part.replaced:
                     value = copy.deepcopy(part.attributes[name], dict(memo))
                     vars(module)[name] = _filled(self._hooks(), value) if name in HOOKS else value
                     made.append((i, name, outline(vars(module)[name])))
@@ -285,32 +302,6 @@ def _filled(made: OrderedDict[Any, Any], entries: Mapping[Any, Any]) -> OrderedD
     return made
 
 
-def _converted(
-    module: "weakref.ref[nn.Module]", fn: Callable[[Tensor], Tensor], recurse: bool = True
-) -> nn.Module | None:
-    """Stand in for ``nn.Module._apply``: code may call ``self.head.to(x.dtype)`` where this converts no parameter.
-
-    torch's own writes into parameters, or swaps them, and an instance does not own its parameters. The reference is
-    weak because the module's own dict holds this function.
-    """
-    found = module()
-    if found is None:
-        return None
-    for child in found.children() if recurse else ():
-        child._apply(fn)  # type: ignore[no-untyped-call]
-    for name, leaf in found._parameters.items():
-        if leaf is not None and (new := fn(leaf)) is not leaf:
-            raise UnitError(
-                f"the call converts the parameter {name} of a {type(found).__name__} from {leaf.dtype} on "
-                f"{leaf.device} to {new.dtype} on {new.device}, as module.to(...) does, and a pure function must not "
-                "change its parameters: convert the module before fs.split, or convert the tensors where they are "
-                "read (self.weight.to(...))"
-            )
-    for name, buffer in found._buffers.items():
-        found._buffers[name] = None if buffer is None else fn(buffer)
-    return found
-
-
 _EMPTY: dict[str, Any] = {name: {} for name in (*_TABLES, "_apply")}
 
 
@@ -321,8 +312,10 @@ def _part(
     buffers: Numbers,
     shells: Mapping[int, Shell],
     whole: Mapping[int, Any],
+    around: AroundCall | None,
 ) -> _Part:
     shell = shells.get(id(module))
+    around = None if shell else around  # it runs inside of the unit
     kind = _quiet(type(module)) if shell else type(module)
     attributes = _attributes(module, shell is not None)
     referring = tuple(k for k, v in attributes.items() if k not in CACHES and _known(v, whole))
@@ -335,7 +328,8 @@ def _part(
         referring=referring,
         holding=tuple(k for k, v in attributes.items() if k not in (*(BASE - CACHES), *referring) and holds(v)),
         shell=shell,
-        signature=inspect.signature(module.forward) if shell else None,
+        signature=inspect.signature(module.forward) if shell or around else None,
+        around=around,
     )
 
 

@@ -6,6 +6,7 @@ vocabulary         ``column_rule``               ``vocab_embedding``, ``vocab_cr
 sequence parallel  leaves whole along the axis   ``rms_norm``, ``layer_norm``, ``shared``, ``split_sequence``
 expert parallel    ``expert_rule``               ``route``, ``moe``, ``grouped_linear``, ``load_balance_loss``
 context parallel   one or two more data axes     ``ring_attention``, ``ulysses_attention``, ``zigzag_slice``
+models' own plans  ``fs.suggest_rules``          ``parallelize``
 ================== ============================= ==========================================================
 
 The axis of the first three is *not* named in ``batch=``: its ranks work on the same rows and return the same loss. The
@@ -16,6 +17,7 @@ from fshard.parallel.document_ids import document_ids
 from fshard.parallel.experts import Dispatched, combine, dispatch, grouped_linear, moe
 from fshard.parallel.layer_rules import column_rule, expert_rule, megatron_rules, row_rule
 from fshard.parallel.linear_layers import column_linear, local_heads, row_linear
+from fshard.parallel.model_plans import parallelize
 from fshard.parallel.ring import ring_attention
 from fshard.parallel.routing import Routing, load_balance_loss, route, z_loss
 from fshard.parallel.sequence import join_sequence, layer_norm, rms_norm, shared, split_sequence
@@ -40,6 +42,7 @@ __all__ = [
     "megatron_rules",
     "moe",
     "padded",
+    "parallelize",
     "ring_attention",
     "rms_norm",
     "route",

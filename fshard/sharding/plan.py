@@ -22,6 +22,7 @@ from fshard.sharding.layout import Group, make_groups
 from fshard.sharding.leaf import Leaf
 from fshard.sharding.local_batch import local_part
 from fshard.sharding.mesh import Axes, Mesh
+from fshard.sharding.model_cuts import ModelCut, check_cuts, model_cuts
 from fshard.sharding.owners import ROOT, Modelled, owned_by, owners_of
 from fshard.sharding.part_mesh import joined_part
 from fshard.sharding.plan_table import render, render_html
@@ -30,13 +31,7 @@ from fshard.sharding.rules import RuleLike, match
 from fshard.sharding.spec import P, Shape
 from fshard.sharding.stage_table import StageCut, StageTable
 from fshard.sharding.suggest_rules import warn_of_no_units
-from fshard.sharding.validate import (
-    batch_spec,
-    check_rounding,
-    check_specs,
-    misfit,
-    tensors_of,
-)
+from fshard.sharding.validate import batch_spec, check_rounding, check_specs, misfit, tensors_of
 from fshard.sharding.validate_wires import check_wires, expect_wire
 from fshard.sharding.wire import Wire
 
@@ -58,6 +53,7 @@ class Inputs:
     wire: Wire
     code: Code = Code()
     stages: StageCut | None = None
+    cuts: Mapping[str, ModelCut] = field(default_factory=dict)
 
     def plan(self, mesh: Mesh, batch: P, precision: Precision) -> "Plan":
         decided = match(self.rules, self.shapes)
@@ -65,6 +61,7 @@ class Inputs:
         stages = stages_of(self, decided, mesh, batch)
         leaves = resolve_leaves(self, decided, mesh, batch, precision)
         check_rounding(leaves)
+        check_cuts(self.cuts, leaves, mesh)
         check_wires(leaves.values(), mesh, batch.axes)
         groups = make_groups(leaves, dict(self.owners), mesh, batch.axes, stages.leaves if stages else {})
         return Plan(mesh, batch, leaves, groups, self.inits, precision, self, self.code, stages)
@@ -387,6 +384,7 @@ def make_plan(
         wire=wire or Wire(),
         code=code,
         stages=stages,
+        cuts=model_cuts(model),
     )
     plan = source.plan(mesh, batch, precision)
     if any(group.gathered and group.parts > 1 for group in plan.groups):

@@ -7,10 +7,13 @@ from collections.abc import Collection, Mapping
 import torch
 from torch import nn
 
+from fshard import tree
 from fshard.arguments import Want, expect, size_text
 from fshard.errors import PlanError
+from fshard.model.split import Model
 from fshard.model.suggest_units import largest, repeated
-from fshard.sharding.mesh import Mesh
+from fshard.sharding.mesh import Axes, Mesh
+from fshard.sharding.model_cuts import cut_rules, model_cuts
 from fshard.sharding.rules import RuleLike
 from fshard.sharding.spec import P, Shape, fsdp
 
@@ -22,18 +25,19 @@ OTHERS = ("tp", "tensor", "model", "ep", "expert", "cp", "context", "sp", "seque
 """Names of axes over which FSDP does not shard: those of replicas, and those along which the batch is the same."""
 
 
-def suggest_rules(module: nn.Module, mesh: Mesh) -> list[RuleLike]:
+def suggest_rules(model: nn.Module | Model, mesh: Mesh) -> list[RuleLike]:
     """Rules that shard all leaves over the axes of a mesh that are for it, for ``fs.make_plan`` to start from.
 
     * Axes named ``tp``, ``ep``, ``cp`` or alike are left to ``fs.parallel``: which layers they cut is a property of the
-      layers, which ``fs.parallel.megatron_rules`` says.
+      layers. A model that ``fs.parallel.parallelize`` returned says it, and gets a rule for each kind of cut leaf; for
+      layers written by hand ``fs.parallel.megatron_rules`` does.
     * If another axis is left beside one named ``replica`` or alike, parameters are sharded over that one, and
       replicated over the replicas (HSDP).
     * All leaves get one rule: a group of flat-sharded leaves has one gather, whatever their sizes, so small leaves need
       no rule of their own. Leaves of whole numbers, such as counters, are kept whole.
 
     Args:
-        module: the module.
+        model: the module, or what ``fs.split`` made of it.
         mesh: the mesh.
 
     Returns:
@@ -47,23 +51,34 @@ def suggest_rules(module: nn.Module, mesh: Mesh) -> list[RuleLike]:
     >>> suggest_rules(nn.Linear(4, 4), mesh)
     [('.*', fsdp(axis='data', min_size=0))]
     """
-    mesh_meant = "what fs.make_mesh returned"
-    wants: list[Want] = [("module", module, nn.Module, "an nn.Module"), ("mesh", mesh, Mesh, mesh_meant)]
-    expect("fs.suggest_rules(module, mesh)", wants)
-    data = [axis for axis in mesh.axis_names if axis.lower() not in OTHERS]
-    shard = [axis for axis in data if axis.lower() not in REPLICAS] or data
+    meant = "an nn.Module, or what fs.split returned"
+    wants: list[Want] = [
+        ("model", model, (nn.Module, Model), meant),
+        ("mesh", mesh, Mesh, "what fs.make_mesh returned"),
+    ]
+    expect("fs.suggest_rules(model, mesh)", wants)
+    leaves = dict(model.named_parameters() if isinstance(model, nn.Module) else tree.paths(model.params))
+    cuts = {path: cut for path, cut in model_cuts(model).items() if cut.axis in mesh.axis_names}
+    flat = _flat_axes(mesh)
+    shard = tuple(dict.fromkeys((*flat, *(cut.axis for cut in cuts.values() if cut.local))))
     if not shard:
         raise PlanError(
             f"fs.suggest_rules: fs.parallel cuts layers over every axis of {mesh.axis_names}, and none is left for "
             f"parameters: add an axis "
             f"to shard over, such as 'shard', or see fs.parallel.megatron_rules"
         )
-    whole: list[RuleLike] = [
-        (name.replace(".", r"\."), P())
-        for name, leaf in module.named_parameters()
-        if not leaf.dtype.is_floating_point and not leaf.dtype.is_complex
-    ]
-    return [*whole, (".*", fsdp(shard[0] if len(shard) == 1 else tuple(shard)))]
+    numbers = [name for name, leaf in leaves.items() if not (leaf.dtype.is_floating_point or leaf.dtype.is_complex)]
+    rules: list[RuleLike] = [(name.replace(".", r"\."), P()) for name in numbers]
+    rules += cut_rules(cuts, {path: tuple(leaf.shape) for path, leaf in leaves.items()}, flat)
+    if len(cuts) + len(numbers) < max(len(leaves), 1):
+        rules.append((".*", fsdp(shard[0] if len(shard) == 1 else shard)))
+    return rules
+
+
+def _flat_axes(mesh: Mesh) -> Axes:
+    """The axes of a mesh for flat shards: those of data, without replicas if there are others."""
+    data = [axis for axis in mesh.axis_names if axis.lower() not in OTHERS]
+    return tuple([axis for axis in data if axis.lower() not in REPLICAS] or data)
 
 
 def warn_of_no_units(shapes: Mapping[str, Shape], dtypes: Mapping[str, torch.dtype], units: Collection[str]) -> None:

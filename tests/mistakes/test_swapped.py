@@ -57,6 +57,7 @@ CALLS: dict[str, Callable[[], tuple[Any, ...]]] = {
     "sim.simulate": lambda: (SCHEDULE, fs.sim.Costs({})),
     "split": lambda: (NET, "blocks.*"),
     "suggest_rules": lambda: (NET, MESH),
+    "parallel.parallelize": lambda: (MODEL, MESH, {}),
     "view.sharding": lambda: (PLAN, "w"),
     "view.step_through": lambda: (None, st(), X),
     "sync_buffers": lambda: ({"a": X}, PLAN),

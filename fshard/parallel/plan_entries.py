@@ -1,0 +1,208 @@
+"""The entries of tensor-parallel plans: what each style wants of its module, and the code that it puts around it."""
+
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+
+from fshard.errors import PlanError
+from fshard.model.around_calls import AroundCall, CutSize
+from fshard.model.split import Model
+from fshard.parallel.expert_styles import DispatchStyle, ExpertsStyle
+from fshard.parallel.layer_styles import (
+    ColumnStyle,
+    LatentStyle,
+    RowStyle,
+    SequenceStyle,
+    SharedStyle,
+    Style,
+    SumStyle,
+    VocabularyStyle,
+    WidthStyle,
+)
+from fshard.sharding.mesh import Mesh
+
+LEAVES = {"colwise": -2, "packed_colwise": -2, "rowwise": -1, "packed_rowwise": -1, "grouped_gemm": 0}
+"""By style, the dim that an entry for a parameter cuts."""
+
+OWNERS = ("moe_tp_experts", "ep_dispatch_experts", "local_params")
+"""The styles of modules whose parameters have entries of their own."""
+
+EXPERT_STYLES = frozenset({"grouped_gemm", "ep_dispatch_experts"})
+"""The styles over the axis of experts."""
+
+COLUMNS = ("colwise", "colwise_gather_output", "colwise_rep")
+ROWS = ("rowwise", "rowwise_split_input", "rowwise_rep")
+EMBEDDINGS = ("embedding_rowwise", "embedding_colwise")
+
+STYLES: Mapping[str, str] = MappingProxyType(
+    {
+        **dict.fromkeys((*COLUMNS, *ROWS), "a linear layer"),
+        **dict.fromkeys(EMBEDDINGS, "an embedding"),
+        **dict.fromkeys(("packed_colwise", "packed_rowwise", "grouped_gemm"), "a parameter of experts"),
+        **dict.fromkeys(("moe_tp_experts", "ep_dispatch_experts"), "experts"),
+        "mla_kv_a_proj": "a linear layer",
+        **dict.fromkeys(("sequence_parallel", "replicated_with_grad_allreduce"), "a module"),
+        **dict.fromkeys(("all_reduce", "local_params", "replicate"), "a module"),
+    }
+)
+"""The known styles, and what each is for."""
+
+GROUPED = ("grouped_mm", "batched_mm")
+"""The implementations of experts in transformers that skip choices of an expert after the last one."""
+
+
+class PlanEntry(NamedTuple):
+    """An entry for one module, or for one parameter: its path, its style, and what lies there."""
+
+    path: str
+    style: str
+    module: nn.Module | None
+    owner: nn.Module | None
+    leaf: Tensor | None
+
+
+def problem(entry: PlanEntry, axis: str, mesh: Mesh, entries: Sequence[PlanEntry]) -> str:
+    """Say why an entry cannot be followed; empty if it can."""
+    if entry.module is None:
+        owner = entry.path.rpartition(".")[0]
+        fits = entry.style in (*LEAVES, "replicate")
+        if fits and (entry.style == "replicate" or any(e.path == owner and e.style in OWNERS for e in entries)):
+            return ""
+        return f"{entry.path}: {entry.style!r} of a parameter, whose module has no entry that says how it computes"
+    if wrong := _unfit(entry):
+        return f"{entry.path}: {entry.style!r} is for {STYLES[entry.style]}, and this is {wrong}"
+    ranks = mesh.shape[axis]
+    for name, dim, size in _cuts(entry, entries):
+        if size % ranks:
+            what = f"{entry.path}.{name}: dim {dim} of {list(entry.module._parameters[name].shape)}"  # type: ignore[union-attr]
+            more = "; resize_token_embeddings(pad_to_multiple_of=) makes it one" * (entry.style in EMBEDDINGS)
+            return f"{what} is {size}, not a multiple of the {ranks} ranks of {axis!r}{more}"
+    return _split_head(entry, axis, ranks)
+
+
+def _split_head(entry: PlanEntry, axis: str, ranks: int) -> str:
+    """Say that ranks would have parts of an attention head."""
+    width = getattr(entry.owner, "head_dim", None)
+    out = getattr(entry.module, "out_features", 0)
+    if entry.style == "colwise" and isinstance(width, int) and width and out % width == 0 and out // width % ranks:
+        return f"{entry.path}: {out // width} attention heads over the {ranks} ranks of {axis!r}: choose fewer ranks"
+    return ""
+
+
+def _unfit(entry: PlanEntry) -> str:
+    """A description of the module, if its style is not for it."""
+    module, kind = entry.module, STYLES[entry.style]
+    assert module is not None
+    own = {name: leaf for name, leaf in module._parameters.items() if leaf is not None}
+    what = f"a {type(module).__name__} with parameters {sorted(own)}"
+    if kind == "a linear layer":
+        return "" if isinstance(module, nn.Linear) and own.keys() <= {"weight", "bias"} else what
+    if kind == "an embedding":
+        return "" if isinstance(module, nn.Embedding) and own.keys() == {"weight"} and module.max_norm is None else what
+    if kind == "experts":
+        counts, count = {leaf.shape[0] for leaf in own.values()}, getattr(module, "num_experts", None)
+        return "" if counts == {count} else f"{what} for {sorted(counts)} experts, and num_experts={count}"
+    return what if kind == "a parameter of experts" else ""
+
+
+def _cuts(entry: PlanEntry, entries: Sequence[PlanEntry]) -> tuple[CutSize, ...]:
+    """The cuts of a module's own parameters."""
+    module = entry.module
+    assert module is not None
+    found = []
+    for name, dim in _dims(entry, module, entries).items():
+        leaf = module._parameters.get(name)
+        if leaf is not None:
+            number = max(dim + leaf.dim(), 0) if dim < 0 else dim
+            found.append(CutSize(name, number, leaf.shape[number]))
+    return tuple(found)
+
+
+def _dims(entry: PlanEntry, module: nn.Module, entries: Sequence[PlanEntry]) -> dict[str, int]:
+    """The dims that are cut, by the parameter's name; negative ones count from the end."""
+    style = entry.style
+    if style in (*COLUMNS, "embedding_rowwise"):
+        return {"weight": 0, "bias": 0}
+    if style in (*ROWS, "embedding_colwise"):
+        return {"weight": 1}
+    if STYLES[style] == "experts":
+        return dict.fromkeys(module._parameters, 0)  # by whole experts, however the plan would cut each of them
+    if style != "local_params":
+        return {}
+    within = {one.path.rpartition(".")[2]: one.style for one in entries if one.owner is module and one.module is None}
+    return {name: LEAVES[kind] for name, kind in within.items() if kind in LEAVES}
+
+
+def made(entry: PlanEntry, axis: str, entries: Sequence[PlanEntry]) -> AroundCall | None:
+    """The code around a module; None for entries of parameters, which their modules have."""
+    if entry.module is None or entry.style == "replicate":
+        return None
+    style, cuts = entry.style, _cuts(entry, entries)
+    if style in COLUMNS:
+        return ColumnStyle(axis, cuts, whole=style != "colwise")
+    if style in ROWS:
+        return RowStyle(axis, cuts, split=style != "rowwise")
+    if style == "mla_kv_a_proj":
+        return LatentStyle(axis, rotary=_rotary(entry))
+    if style in ("moe_tp_experts", "ep_dispatch_experts"):
+        count, config = cuts[0].size, getattr(entry.module, "config", None)
+        if style == "ep_dispatch_experts":
+            return DispatchStyle(axis, cuts, experts=count)
+        return ExpertsStyle(axis, cuts, count, getattr(config, "_experts_implementation", None) in GROUPED)
+    kinds: dict[str, type[Style]] = {
+        "embedding_rowwise": VocabularyStyle,
+        "embedding_colwise": WidthStyle,
+        "sequence_parallel": SequenceStyle,
+        "replicated_with_grad_allreduce": SharedStyle,
+        "all_reduce": SumStyle,
+        "local_params": Style,
+    }
+    return kinds[style](axis, cuts)
+
+
+def _rotary(entry: PlanEntry) -> int:
+    """The features of a latent projection that are turned by position."""
+    for held in (entry.owner, getattr(entry.owner, "config", None)):
+        if isinstance(width := getattr(held, "qk_rope_head_dim", None), int):
+            return width
+    raise PlanError(f"{entry.path}: 'mla_kv_a_proj' needs the attribute qk_rope_head_dim of its attention, an int")
+
+
+def tied(model: Model, around: Mapping[str, AroundCall]) -> dict[str, AroundCall]:
+    """The code around modules, and around those that share a cut leaf with one of them and have no entry.
+
+    Raises:
+        PlanError: such a module is neither an embedding nor a linear layer.
+    """
+    out = dict(around)
+    paths: dict[str, list[str]] = {}
+    for path, first in model.aliases.items():
+        paths.setdefault(first, [first]).append(path)
+    for shared in paths.values():
+        owners = [path.rpartition(".")[0] for path in shared]
+        held = [
+            (owner, c)
+            for owner in owners
+            if owner in around
+            for c in around[owner].cuts
+            if f"{owner}.{c.name}" in shared
+        ]
+        for owner in owners if held else ():
+            if owner not in out:
+                out[owner] = _partner(model.module.get_submodule(owner), owner, around[held[0][0]].axis, held[0][1])
+    return out
+
+
+def _partner(module: nn.Module, path: str, axis: str, cut: CutSize) -> AroundCall:
+    """The code around a module that shares its weight with one whose weight is cut along dim 0."""
+    if cut.dim == 0 and isinstance(module, nn.Embedding) and module.max_norm is None:
+        return VocabularyStyle(axis, (cut,))
+    if cut.dim == 0 and isinstance(module, nn.Linear):
+        bias: Any = () if module.bias is None else (CutSize("bias", 0, cut.size),)
+        return ColumnStyle(axis, (cut, *bias), whole=True)
+    raise PlanError(
+        f"{path}: a {type(module).__name__} shares {cut.name} with a module whose {cut.name} the plan cuts along dim "
+        f"{cut.dim}, and has no entry: give it one, or take the other one away"
+    )
