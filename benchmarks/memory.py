@@ -14,7 +14,8 @@ not of the step.
 
 What is predicted: ``step.trace(batch).footprint``, made before anything runs: the arena, gradients and their
 shards op by op, and the activations that fake tensors show. ``memory_kinds.py`` has the kinds of steps that are
-held against their prediction alone; the limit of one of them is what ``fs.Auto`` must keep.
+held against their prediction alone; the limit of one of them is what ``fs.Auto`` must keep. Activations that go to
+the host count as such (``hosted.py``), and in no other number.
 """
 
 import argparse
@@ -37,6 +38,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import hosted
 import memory_kinds
 import peers
 import torch
@@ -51,6 +53,7 @@ PAIRS = (
     ("fshard", "fsdp2 prefetch 2"),
     ("fshard lean", "fsdp2 prefetch"),
     ("fshard no reshard", "fsdp2 no reshard"),
+    ("fshard offload", "fsdp2 save_on_cpu"),
 )
 NAMES = tuple(dict.fromkeys(name for pair in PAIRS for name in pair))
 
@@ -166,7 +169,7 @@ def work(args: argparse.Namespace) -> int:
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     size = Size(args.depth, args.width, args.heads, args.tokens, args.batch)
-    with peers.process_group():
+    with peers.process_group(), hosted.on_the_host():
         batch = rows(size, 0, dist.get_rank())
         peers.check_agreement(peers.build(NAMES, size), size)
         found = {name: above_resident(name, size, batch, args.steps) for name in NAMES}

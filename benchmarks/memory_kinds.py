@@ -32,6 +32,9 @@ KINDS: dict[str, dict[str, Any]] = {
     "nothing donated": {"donate": False},
     "whole logits": {"vocabulary": 8192, "times": 4},
     "chunked logits": {"vocabulary": 8192, "times": 4, "chunks": 8},
+    "offloaded": {"remat": "offload", "times": 4},
+    "offloaded, two ahead": {"remat": fs.checkpoint_policies.offload(prefetch=2), "times": 4},
+    "fx, offloaded": {"compile": "fx", "remat": "offload", "times": 4},
     "auto within a limit": {"auto": True},
 }
 
