@@ -10,7 +10,9 @@ from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
+import peers
 import torch
+from model import Size, loss_of, make
 from torch import Tensor
 
 
@@ -48,6 +50,22 @@ def unpack(packed: Any) -> Tensor:
     return torch.empty(shape, dtype=dtype).copy_(kept.view(dtype).view(shape))
 
 
-def save_on_cpu() -> Any:
-    """Inside, autograd saves on the host."""
-    return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
+class SavedOnHost(peers.Torch):
+    """FSDP2 whose forward saves on the host, weights included; each tensor comes back where its node asks for it."""
+
+    def __init__(self, size: Size) -> None:
+        super().__init__(make(size), lambda module: peers.fsdp2(module, prefetch=2))
+
+    def step(self, rows: Tensor) -> None:
+        """One step."""
+        with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+            loss = loss_of(self.module(rows[:, :-1]), rows)
+        loss.backward()
+        self.update()
+        self.optimizer.zero_grad(set_to_none=True)
+        self.loss = loss.detach()
+
+
+def others(size: Size) -> dict[str, peers.Peer]:
+    """FSDP2 with all activations on the device, and with none."""
+    return {"fsdp2, kept": peers.PEERS["fsdp2 prefetch 2"](make(size)), "fsdp2 save_on_cpu": SavedOnHost(size)}

@@ -11,7 +11,6 @@ from importlib.util import find_spec
 from typing import Any, Protocol
 from unittest import mock
 
-import hosted
 import torch
 import torch.distributed as dist
 from model import Block, Size, loss_of, make, rows
@@ -45,7 +44,6 @@ class Torch:
         wrap: what makes it what it is a peer as: DDP, FSDP1, FSDP2, ``torch.compile``; nothing for plain PyTorch.
         clip: the norm to clip to.
         autocast: compute in bfloat16 by autocast.
-        hooks: the context of a forward, such as hooks on what autograd saves.
     """
 
     def __init__(
@@ -54,9 +52,8 @@ class Torch:
         wrap: Callable[[nn.Module], nn.Module] = lambda module: module,
         clip: float | None = None,
         autocast: bool = False,
-        hooks: Callable[[], Any] = contextlib.nullcontext,
     ) -> None:
-        self.module, self.clip, self.hooks = wrap(module), clip, hooks
+        self.module, self.clip = wrap(module), clip
         self.parameters = list(self.module.parameters())
         self.optimizer = torch.optim.AdamW(self.parameters, fused=True, **ADAMW)
         self.loss = torch.tensor(0.0)
@@ -64,7 +61,7 @@ class Torch:
 
     def step(self, rows: Tensor) -> None:
         """Forward, backward, clip, update; gradients are dropped at the end, so none is resident between steps."""
-        with self.autocast(), self.hooks():
+        with self.autocast():
             loss = loss_of(self.module(rows[:, :-1]), rows)
         loss.backward()
         self.update()
@@ -92,7 +89,6 @@ class Fshard:
         opt: axes over which the optimizer is sharded, if not just ``shard``.
         norms: as for ``fs.make_train_step``.
         wire: the formats of what travels.
-        remat: as for ``fs.make_train_step``.
         policy: of ``fs.Policy``.
     """
 
@@ -108,7 +104,6 @@ class Fshard:
         norms: str | None = None,
         wire: fs.Wire | None = None,
         over: tuple[str, ...] = ("shard",),
-        remat: Any = None,
         **policy: Any,
     ) -> None:
         self.mesh = mesh or fs.make_mesh((-1,), ("shard",))
@@ -122,14 +117,7 @@ class Fshard:
         adamw = fs.optim.adamw(**ADAMW)
         self.plan, self.state = plan, fs.init_state(plan, adamw, params=model.params)
         self.train = fs.make_train_step(
-            loss_fn,
-            adamw,
-            plan,
-            clip_norm=clip,
-            schedule=fs.Policy(**policy),
-            compile=compile,
-            norms=norms,
-            remat=remat,
+            loss_fn, adamw, plan, clip_norm=clip, schedule=fs.Policy(**policy), compile=compile, norms=norms
         )
         self.loss = torch.tensor(0.0)
 
@@ -252,7 +240,6 @@ PEERS: dict[str, Callable[[nn.Module], Peer]] = {
     "fsdp2 prefetch 2": lambda module: Torch(module, lambda m: fsdp2(m, prefetch=2)),
     "fsdp2 async": lambda module: Torch(module, lambda m: fsdp2(m, prefetch=1, unshard_async=True)),
     "fsdp2 async 2": lambda module: Torch(module, lambda m: fsdp2(m, prefetch=2, unshard_async=True)),
-    "fsdp2 save_on_cpu": lambda module: Torch(module, lambda m: fsdp2(m, prefetch=2), hooks=hosted.save_on_cpu),
     "fsdp2 no reshard": lambda module: Torch(module, lambda m: fsdp2(m, reshard=False)),
     "fsdp2 async no reshard": lambda m: Torch(m, lambda m: fsdp2(m, reshard=False, prefetch=1, unshard_async=True)),
     "fsdp2 clip": lambda module: Torch(module, fsdp2, CLIP),
@@ -270,7 +257,6 @@ PEERS: dict[str, Callable[[nn.Module], Peer]] = {
     "fshard int8": lambda module: Fshard(module, wire=fs.Wire("int8", "int8")),
     "fshard lean": lambda module: Fshard(module, prefetch=1, reduces=1),
     "fshard prefetch 3": lambda module: Fshard(module, prefetch=3),
-    "fshard offload": lambda module: Fshard(module, remat="offload"),
     "fshard no reshard": lambda module: Fshard(module, reshard=False),
     "fshard clip": lambda module: Fshard(module, clip=CLIP),
     "eager bf16": lambda module: Torch(module, autocast=True),
