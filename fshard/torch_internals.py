@@ -48,6 +48,9 @@ tracing_state = torch._C._get_tracing_state
 cudnn_deterministic = torch._C._get_cudnn_deterministic
 cudnn_benchmark = torch._C._get_cudnn_benchmark
 
+# Products in float8.
+scaled_mm: Callable[..., torch.Tensor] = torch._scaled_mm
+
 # Base classes of modules.
 BatchNorm = batchnorm._BatchNorm
 NormBase = batchnorm._NormBase

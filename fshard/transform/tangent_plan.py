@@ -7,6 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from fshard import tree
+from fshard.sharding.float8_leaves import refuse_float8
 from fshard.sharding.layout import Group
 from fshard.sharding.leaf import Leaf
 from fshard.sharding.plan import Plan
@@ -31,7 +32,11 @@ def with_tangents(plan: Plan, count: int = 1) -> Plan | None:
 
     Returns:
         The plan; None where leaves lie in host memory, or have a name that a tangent would have.
+
+    Raises:
+        TransformError: the plan multiplies in float8.
     """
+    refuse_float8(plan.leaves)
     names = {*plan.leaves, *(group.name for group in plan.groups)}
     if any(name.endswith(MARK) for name in names) or any(group.kinds.hosted for group in plan.groups):
         return None
@@ -64,8 +69,8 @@ def _exact(group: Group) -> Group:
 
 def _plain(leaf: Leaf) -> Leaf:
     """A leaf whose transfers round nothing but what a unit reads in another dtype."""
-    precision = replace(leaf.precision, reduce=None)
-    return replace(leaf, wire=Wire(), packed=None, opt=None, precision=precision)
+    read = leaf.read_in(replace(leaf.precision, reduce=None))
+    return replace(read, wire=Wire(), packed=None, opt=None)
 
 
 def _tangent(group: Group, id_: int, number: int) -> Group:

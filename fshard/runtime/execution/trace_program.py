@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from fshard import tree
 from fshard.errors import RematError, UnitError, written_data
+from fshard.model.float8 import read_otherwise
 from fshard.model.foreign_objects import held, opaque
 from fshard.model.unit import slot_of
 from fshard.runtime.engine.activations import Activations, TracedCopies
@@ -165,6 +166,8 @@ class GlueWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if unit and path in self.engine.units.reads[unit].paths:
             return
         if not unit or any(leaf is x for x in self.engine.passed):  # code outside of the unit passed it on
+            if self.engine.plan.leaves[path].products is not None:
+                raise read_otherwise(path, "by code outside of units")
             self.executor.touch(self.places[path][0].id)
             return
         raise UnitError(
