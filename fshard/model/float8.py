@@ -10,7 +10,7 @@ A scale depends on its row alone. So results do not depend on how many ranks sha
 """
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -115,12 +115,17 @@ class ScaledProducts(TorchFunctionMode):
         if func is functional.linear:
             return self._linear(*args, **kwargs)
         result = func(*args, **kwargs)
-        if isinstance(result, Tensor) and not self._weights.keys().isdisjoint(map(id, (*args, *kwargs.values()))):
-            self._refuse(func, args, kwargs)
+        for x in (*args, *kwargs.values()):
+            for tensor in x if isinstance(x, (list, tuple)) else (x,):
+                if id(tensor) in self._weights and _reads(func, result):
+                    name = getattr(func, "__name__", func)
+                    raise read_otherwise(self._weights[id(tensor)], f"by {name} in a unit")
         return result
 
     def _linear(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         path = self._weights.get(id(weight))
+        if id(input) in self._weights:
+            raise read_otherwise(self._weights[id(input)], "as the input of a linear layer")
         cast = torch.is_autocast_enabled(input.device.type)
         fits = input.shape[-1:] == weight.shape[-1:] and (cast or input.dtype == weight.dtype)
         if path is None or not fits:  # torch has its own errors for the latter
@@ -135,9 +140,15 @@ class ScaledProducts(TorchFunctionMode):
         out: Tensor = LinearProduct.apply(input, weight, dtype, *(rows_of(weight) or ()))  # type: ignore[no-untyped-call]
         return out if bias is None else out + bias.to(dtype)
 
-    def _refuse(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        path = next(self._weights[id(x)] for x in (*args, *kwargs.values()) if id(x) in self._weights)
-        raise read_otherwise(path, f"by {getattr(func, '__name__', func)} in a unit")
+
+READING = frozenset(("__setitem__", "tolist", "numpy", "__array__", "equal", "allclose", "item", "__contains__"))
+"""Functions that read the values of a tensor, and return none."""
+
+
+def _reads(func: Any, result: Any) -> bool:
+    """Tell whether a function has read values, and not just a shape or a dtype."""
+    made = result if isinstance(result, (list, tuple)) else (result,)
+    return any(isinstance(x, Tensor) for x in made) or getattr(func, "__name__", "") in READING
 
 
 def read_otherwise(path: str, where: str) -> PlanError:

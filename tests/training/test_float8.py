@@ -233,20 +233,51 @@ def by_hand(second: Any, precision: fs.Precision = FLOAT8_ROWS) -> float:
 def test_units_written_by_hand() -> None:
     one, exact = by_hand(layer), by_hand(layer, fs.Precision(BF16, inputs=True))
     assert one != exact and one == pytest.approx(exact, rel=0.05)
+    assert by_hand(on_demand) == one
+    assert fs.virtual_mesh((2,), ("any",)).run(lambda _: (by_hand(layer), by_hand(on_demand)), 0) == [(one, one)] * 2
 
 
+def on_demand(p: Any, x: Tensor) -> Tensor:
+    """Code that depends on values, so that no trace tells what follows."""
+    return layer(p, x) if float(x.detach().sum()) < 1e9 else x
+
+
+@fs.unit
+def joined(p: dict[str, Tensor], x: Tensor) -> Tensor:
+    """One that reads its weight among others."""
+    return x @ torch.cat([p["w"], p["w"]])[:32]
+
+
+@fs.unit
+def parted(p: dict[str, Tensor], x: Tensor) -> Tensor:
+    """One that reads parts of its weight."""
+    return x @ torch.cat(p["w"].chunk(2))
+
+
+@fs.unit
+def written(p: dict[str, Tensor], x: Tensor) -> Tensor:
+    """One that copies its weight."""
+    out = torch.zeros_like(x[:1]).repeat(32, 1)
+    out[:] = p["w"]
+    return x @ out
+
+
+@pytest.mark.parametrize("world", [1, 2])
 @pytest.mark.parametrize(
     ("second", "error", "says"),
     [
         (looked_up, errors.PlanError, "two.w is to be multiplied in float8.* by embedding in a unit: give it a rule"),
+        (joined, errors.PlanError, "two.w is .* by cat in a unit"),
+        (parted, errors.PlanError, "two.w is .* by chunk in a unit"),
+        (written, errors.PlanError, "two.w is .* by __setitem__ in a unit"),
         (outside, errors.PlanError, "two.w is to be multiplied in float8.* by code outside of units: give it a rule"),
         (checkpointed, errors.UnitError, "two.w saves by hooks of its own.*remat='all'"),
         (computed_again, (errors.RematError, errors.PlanError), "two.w|fs.remat inside of a unit"),
     ],
 )
-def test_what_would_be_left_out_silently_is_refused(second: Any, error: Any, says: str) -> None:
+def test_what_would_be_left_out_silently_is_refused(world: int, second: Any, error: Any, says: str) -> None:
     with pytest.raises(error, match=says):
-        by_hand(second)
+        fs.virtual_mesh((world,), ("any",)).run(lambda _: by_hand(second), 0)
 
 
 class Tied(nn.Module):
