@@ -16,11 +16,19 @@ from fshard.sharding.wire import Wire
 MARK = "'"
 """Follows the names of tangents: ``blocks.0'`` is the tangent of the group ``blocks.0``."""
 
+SHOWN = 3
+"""Tangents of a leaf that are told apart by as many marks; of more, the name has the number."""
 
-def with_tangents(plan: Plan) -> Plan | None:
-    """The plan with a frozen group for the tangent of each trained one, behind all others.
 
-    Units read a group and its tangent together. Nothing is rounded in transfers, and no optimizer has a part of a leaf.
+def with_tangents(plan: Plan, count: int = 1) -> Plan | None:
+    """The plan with frozen groups for the tangents of each trained one, behind all others.
+
+    Units read a group and its tangents together. Nothing is rounded in transfers, and no optimizer has a part of a
+    leaf.
+
+    Args:
+        plan: the plan.
+        count: the number of tangents.
 
     Returns:
         The plan; None where leaves lie in host memory, or have a name that a tangent would have.
@@ -30,27 +38,27 @@ def with_tangents(plan: Plan) -> Plan | None:
     """
     refuse_float8(plan.leaves)
     names = {*plan.leaves, *(group.name for group in plan.groups)}
-    if any(f"{name}{MARK}" in names for name in names) or any(group.kinds.hosted for group in plan.groups):
+    if any(name.endswith(MARK) for name in names) or any(group.kinds.hosted for group in plan.groups):
         return None
-    primal = [_exact(group) for group in plan.groups]
-    trained = [group for group in primal if group.trainable]
-    tangents = [_tangent(group, len(primal) + number) for number, group in enumerate(trained)]
-    groups = (*primal, *tangents)
-    found = {leaf.path: leaf for group in groups for leaf in group.leaves}
-    leaves = {path: found[path] for path in (*plan.leaves, *(x.path for one in tangents for x in one.leaves))}
-    return replace(plan, leaves=leaves, groups=groups, inits={}, source=None)
+    groups = [_exact(group) for group in plan.groups]
+    trained = [group for group in groups if group.trainable]
+    for number in range(count):
+        groups += [_tangent(group, len(groups) + at, number) for at, group in enumerate(trained)]
+    leaves = {leaf.path: leaf for group in groups for leaf in group.leaves}
+    return replace(plan, leaves=leaves, groups=tuple(groups), inits={}, source=None)
 
 
-def tangent_of(path: str) -> str:
+def tangent_of(path: str, number: int = 0) -> str:
     """The path of a leaf's tangent."""
-    return f"{path}{MARK}"
+    return f"{path}{MARK * (number + 1)}" if number < SHOWN else f"{path}{number}{MARK}"
 
 
-def pairs(plan: Plan, params: Mapping[str, Any]) -> dict[str, tuple[Tensor, Tensor | None]]:
-    """Each leaf of a plan, and its tangent if it is trained, from a tree of the plan with tangents."""
+def pairs(plan: Plan, params: Mapping[str, Any], count: int = 1) -> dict[str, tuple[Tensor, list[Tensor]]]:
+    """Each leaf of a plan, and its tangents if it is trained, from a tree of the plan with tangents."""
     flat = dict(tree.paths(params))
     return {
-        path: (flat[path], flat[tangent_of(path)] if leaf.trainable else None) for path, leaf in plan.leaves.items()
+        path: (flat[path], [flat[tangent_of(path, n)] for n in range(count * leaf.trainable)])
+        for path, leaf in plan.leaves.items()
     }
 
 
@@ -65,6 +73,6 @@ def _plain(leaf: Leaf) -> Leaf:
     return replace(read, wire=Wire(), packed=None, opt=None)
 
 
-def _tangent(group: Group, number: int) -> Group:
-    leaves = tuple([replace(leaf, path=tangent_of(leaf.path), trainable=False, aliases=()) for leaf in group.leaves])
-    return replace(group, id=number, name=tangent_of(group.name), leaves=leaves)
+def _tangent(group: Group, id_: int, number: int) -> Group:
+    leaves = [replace(leaf, path=tangent_of(leaf.path, number), trainable=False, aliases=()) for leaf in group.leaves]
+    return replace(group, id=id_, name=tangent_of(group.name, number), leaves=tuple(leaves))
