@@ -72,8 +72,8 @@ def gathered(
 
 
 @dataclass(frozen=True)
-class Several:
-    """The handle of several transfers."""
+class JointHandle:
+    """The handle of several transfers that are waited for together."""
 
     handles: tuple[Handle, ...]
 
@@ -95,7 +95,7 @@ def rows_gathered(comm: Communicator, full: Tensor, shard: Tensor, numel: int, a
     """
     own = numel // comm.size
     scales = comm.all_gather(full[numel:], shard[own:], after)
-    return Several((scales, comm.all_gather(full[:numel], shard[:own], after)))
+    return JointHandle((scales, comm.all_gather(full[:numel], shard[:own], after)))
 
 
 def scattered(
