@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import safetensors.torch
 import torch
 from torch import nn
 
@@ -27,7 +28,9 @@ Phi Phi3 Qwen2 Qwen3 Qwen3_5 SeedOss SmolLM3 Starcoder2 VaultGemma Youtu
 GAPS = {"Apertus": {"model.layers.*.mlp.act_fn": "replicated_with_grad_allreduce"}}
 """Entries that a family's own plan lacks: Apertus learns the shape of its activation, between cut layers."""
 
-ADAM = {"lr": 3e-4, "betas": (0.9, 0.999), "eps": 1e-8}
+ADAM = {"lr": 3e-4, "betas": (0.9, 0.999), "eps": 1e-6}
+"""The bias of keys changes no attention: its gradient is rounding, 1e-9 and less, which a smaller eps would amplify."""
+
 HALF, LENGTH = 10, 16
 
 
@@ -88,7 +91,10 @@ def test_twenty_steps_with_a_checkpoint_equal_one_process(
     module: Any = build(family, tied)
     entries = GAPS.get(family) if "tp" in axes else None
     ranks = fs.virtual_mesh((2,) * len(axes), axes).run(train, module, tmp_path, axes, entries)
-    read = type(module).from_pretrained(tmp_path / "ours").state_dict()
-    for path, leaf in ranks[0].params.items():
-        assert torch.equal(read[path], leaf), path
     assert parity.differences(ranks, plain(module)) == []
+    with torch.no_grad():
+        for path, leaf in module.named_parameters():
+            leaf.copy_(ranks[0].params[path])
+    module.save_pretrained(tmp_path / "theirs")
+    ours, theirs = (safetensors.torch.load_file(tmp_path / one / "model.safetensors") for one in ("ours", "theirs"))
+    assert ours.keys() == theirs.keys() and all(torch.equal(leaf, theirs[name]) for name, leaf in ours.items())
