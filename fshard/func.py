@@ -4,13 +4,15 @@
 """
 
 from fshard.transform.conjugate_gradients import Solution, cg
+from fshard.transform.directional import jvp
 from fshard.transform.gauss_newton import gnvp
 from fshard.transform.lanczos_method import Lanczos, lanczos
 from fshard.transform.linearized import linearize
 from fshard.transform.optimizer import differentiable
-from fshard.transform.products import hessian_trace_samples, hvp, jvp
+from fshard.transform.products import hvp
 from fshard.transform.samples import clipped_grad, per_sample_grad
 from fshard.transform.sharded_loss import sharded_loss
+from fshard.transform.trace_samples import hessian_trace_samples
 
 __all__ = [
     "Lanczos",

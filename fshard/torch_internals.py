@@ -9,8 +9,8 @@ does not need numpy. A program that imports torch before fshard gets that warnin
 """
 
 import warnings
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
@@ -47,6 +47,9 @@ function_mode_stack: Callable[[], list[Any]] = overrides._get_current_function_m
 tracing_state = torch._C._get_tracing_state
 cudnn_deterministic = torch._C._get_cudnn_deterministic
 cudnn_benchmark = torch._C._get_cudnn_benchmark
+
+# Products in float8.
+scaled_mm: Callable[..., torch.Tensor] = torch._scaled_mm
 
 # Base classes of modules.
 BatchNorm = batchnorm._BatchNorm
@@ -94,10 +97,9 @@ def forward_ad_level() -> int:
     return int(torch.autograd.forward_ad._current_level)
 
 
-def forward_level() -> int:
-    """Return the level of the innermost transform if it is a forward derivative of ``torch.func``; else -1."""
-    inner = peek_interpreter_stack()
-    return int(inner.level()) if inner is not None and inner.key() == functorch.TransformType.Jvp else -1
+def transforms_depth() -> int:
+    """Return the number of transforms of ``torch.func`` around this call."""
+    return int(functorch.get_dynamic_layer_stack_depth())
 
 
 def forward_parts(x: torch.Tensor, level: int) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -118,10 +120,34 @@ def vmap_size(level: Any) -> int:
     return int(functorch.CVmapInterpreterPtr(level).batchSize())
 
 
-def below_transform() -> AbstractContextManager[Any]:
-    """Return a context that leaves the innermost transform of ``torch.func``."""
-    pyfunctorch = import_module("torch._functorch.pyfunctorch")
-    return cast(AbstractContextManager[Any], pyfunctorch.retrieve_current_functorch_interpreter().lower())
+@contextmanager
+def below_transforms(depth: int = 0) -> Iterator[list[Any]]:
+    """Leave all transforms of ``torch.func`` but the ``depth`` outermost ones. Yields those that are left."""
+    left: list[Any] = []
+    try:
+        while transforms_depth() > depth:
+            left.insert(0, functorch.pop_dynamic_layer_stack())
+        yield left
+    finally:
+        for layer in left:
+            functorch.push_dynamic_layer_stack(layer)
+
+
+@contextmanager
+def within_transforms(layers: Sequence[Any]) -> Iterator[None]:
+    """Enter transforms again that ``below_transforms`` has left."""
+    for layer in layers:
+        functorch.push_dynamic_layer_stack(layer)
+    try:
+        yield
+    finally:
+        for _ in layers:
+            functorch.pop_dynamic_layer_stack()
+
+
+def batched(x: torch.Tensor, level: int) -> torch.Tensor:
+    """Return a tensor whose first dim is the batch of the ``vmap`` of a level."""
+    return cast(torch.Tensor, functorch._add_batch_dim(x, 0, level))
 
 
 def set_cuda_device_guard() -> None:

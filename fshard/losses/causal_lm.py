@@ -13,6 +13,7 @@ from fshard.errors import PlanError
 from fshard.lora.modules import A, B
 from fshard.losses.chunked_cross_entropy import chunked_cross_entropy
 from fshard.model.split import Model
+from fshard.parallel.hf_attention import attends_over_ranks
 from fshard.parallel.layer_styles import ColumnStyle
 from fshard.runtime.engine.mean import Mean
 
@@ -29,6 +30,9 @@ DECODERS: Mapping[str, str] = {
 }
 """The submodule that makes hidden states, by class. Their forwards do nothing but this, the head and the softcap."""
 
+SHIFTED = "shift_labels"
+"""The entry of a batch with the label of each token's next one."""
+
 SOFTCAP = "final_logit_softcapping"
 """The entry of a configuration that caps logits."""
 
@@ -38,7 +42,8 @@ def causal_lm_loss(
 ) -> Callable[[Any, Mapping[str, Any]], Mean]:
     """A loss function of parameters and batch: that of ``model.apply(params, **batch).loss``, without whole logits.
 
-    Labels are shifted by one token, as transformers does. ``fs.chunked_cross_entropy`` has the loss.
+    Labels are shifted by one token, as transformers does, unless the batch has ``shift_labels``, which are shifted
+    already. ``fs.chunked_cross_entropy`` has the loss.
 
     Args:
         model: what ``fs.split`` made of a ``LlamaForCausalLM``, ``MistralForCausalLM``, ``Qwen2ForCausalLM``,
@@ -56,7 +61,8 @@ def causal_lm_loss(
         (rows, tokens); everything else in it, such as ``input_ids`` and ``attention_mask``, goes to the decoder.
 
     Raises:
-        PlanError: the model is of another class, or its head is a unit or no linear layer; a batch has no labels.
+        PlanError: the model is of another class, or its head is a unit or no linear layer; a batch has no labels, or,
+            for a sequence that is cut over ranks, no ``shift_labels``.
 
     Example::
 
@@ -80,9 +86,15 @@ def causal_lm_loss(
             raise PlanError(
                 f"fs.causal_lm_loss: a batch with {has}: give a mapping with labels, a tensor (rows, tokens)"
             )
-        given = {name: each for name, each in batch.items() if name != "labels"}
+        shifted = batch.get(SHIFTED)
+        if shifted is None and attends_over_ranks(model.module):
+            raise PlanError(
+                f"fs.causal_lm_loss: this rank's labels {list(labels.shape)} are a part of the sequence, so the token "
+                f"after each of its chunks is on another rank: give shift_labels, as fs.parallel.context_batch does"
+            )
+        given = {name: each for name, each in batch.items() if name not in ("labels", SHIFTED)}
         hidden = model.apply(params, method=decoder, **{"use_cache": False, **given}).last_hidden_state
-        following = F.pad(labels[..., 1:], (0, 1), value=ignore_index)
+        following = F.pad(labels[..., 1:], (0, 1), value=ignore_index) if shifted is None else shifted
         hiddens, weights = head.pairs(params, hidden)
         axis = None if head.axis is None or bound_size(head.axis) == 1 else head.axis
         found: Mean = chunked_cross_entropy(

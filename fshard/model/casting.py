@@ -1,21 +1,26 @@
 """Casts around units' calls: precision applied to their inputs, results and buffers."""
 
+import functools
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
 from fshard import tree
+from fshard.model.float8 import Places, prepared, scaled
 from fshard.model.precision import Precision
 
 
 class Casting:
     """Makes the casts of one engine's units. A unit inside of a unit is part of the outer one."""
 
-    def __init__(self, default: Precision, leaves: Mapping[str, Precision]) -> None:
-        self.default, self.leaves = default, leaves
+    def __init__(self, default: Precision, leaves: Mapping[str, Precision], float8: Collection[str] = ()) -> None:
+        self.default, self.leaves, self.float8 = default, leaves, float8
+        self._scaled: WeakKeyDictionary[Any, tuple[Any, dict[Places, Any]]] = WeakKeyDictionary()
         self._known: dict[tuple[int, str], Precision] = {}
         self._inside = False
 
@@ -23,6 +28,8 @@ class Casting:
         """Call a unit: cast its inputs, then its results."""
         if self._inside:
             return slot.engine.call(unit, params, args, kwargs)
+        if self.float8:
+            unit = self._multiplying(unit, params)
         how = self._of(unit, slot.path, params)
         buffers = args[:1] if unit.buffers else ()
         rest, kwargs = _cast((args[len(buffers) :], kwargs), how.compute if how.inputs else None)
@@ -36,6 +43,23 @@ class Casting:
         out, changed = result
         return _cast(out, how.output), {path: _cast(new, buffers[0][path].dtype) for path, new in changed.items()}
 
+    def _multiplying(self, unit: Any, params: Any) -> Any:
+        """The unit, with its products in float8: the same object for calls with equal paths."""
+        given, made = self._scaled.setdefault(unit, (None, {}))
+        if given is not None and given is params:
+            return made[()]
+        slots = [getattr(leaf, "_fshard_slot", None) for leaf in tree.leaves(params)]
+        places = tuple((n, x.path) for n, x in enumerate(slots) if x is not None and x.path in self.float8)
+        if not places:
+            return unit
+        if places not in made:
+            prepare = unit.prepare and functools.partial(prepared, unit.prepare, places)
+            made[places] = replace(unit, fn=scaled(unit.fn, places), prepare=prepare)
+        if unit.name:  # the tree that a split module hands to its unit is made once
+            made[()] = made[places]
+            self._scaled[unit] = params, made
+        return made[places]
+
     def _of(self, unit: Any, first: str, params: Any) -> Precision:
         """The precision of a unit: the common one of its leaves, or the plan's."""
         key = id(unit), first
@@ -46,10 +70,10 @@ class Casting:
         return self._known[key]
 
 
-def make_casting(default: Precision, leaves: Mapping[str, Precision]) -> Casting | None:
-    """The casts of an engine's units; None if there are none."""
+def make_casting(default: Precision, leaves: Mapping[str, Precision], float8: Collection[str] = ()) -> Casting | None:
+    """The casts of an engine's units, and the paths of weights that they multiply in float8; None if there are none."""
     casts = any(p.inputs or p.output is not None or p.buffers is not None for p in {default, *leaves.values()})
-    return Casting(default, leaves) if casts else None
+    return Casting(default, leaves, float8) if casts or float8 else None
 
 
 def _cast(values: Any, dtype: torch.dtype | None) -> Any:

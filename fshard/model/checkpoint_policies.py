@@ -1,5 +1,7 @@
 """The results that recomputation keeps: ``fs.checkpoint_policies.nothing``, ``dots``, ``everything``, ``saving(ops)``.
 
+And where they are kept: ``offload(...)`` keeps them in the memory of the host.
+
 A policy says for each operator of a forward whether its result is kept for the backward or computed again there
 (``jax.checkpoint_policies``). ``fs.remat`` and the train step read it.
 """
@@ -14,7 +16,7 @@ import torch
 from fshard.errors import PlanError
 from fshard.torch_internals import OpOverloadPacket
 
-__all__ = ["SavePolicy", "dots", "everything", "nothing", "saving"]
+__all__ = ["SavePolicy", "dots", "everything", "nothing", "offload", "saving"]
 
 
 @dataclass(frozen=True)
@@ -24,6 +26,8 @@ class SavePolicy:
     Attributes:
         name: for messages and schedules.
         ops: the ``torch.ops.aten`` operators whose results are kept; None for all of them.
+        ahead: the computes by which what is kept comes back from the host ahead of its backward; 0 where it stays on
+            the device.
 
     >>> import torch
     >>> dots.saves(torch.ops.aten.mm.default), dots.saves(torch.ops.aten.tanh.default)
@@ -32,6 +36,7 @@ class SavePolicy:
 
     name: str
     ops: frozenset[OpOverloadPacket] | None
+    ahead: int = 0
 
     def __repr__(self) -> str:
         return f"fs.checkpoint_policies.{self.name}"
@@ -73,6 +78,30 @@ def saving(*ops: Any) -> SavePolicy:
     if wrong or not packets:
         raise PlanError(f"saving({', '.join(wrong)}): name operators of torch.ops, such as torch.ops.aten.mm")
     return SavePolicy(f"saving({', '.join(sorted(str(op) for op in packets))})", frozenset(packets))
+
+
+def offload(*, prefetch: int = 1) -> SavePolicy:
+    """Keep what autograd keeps, in page-locked memory of the host: less memory on the device, and no bit is other.
+
+    What a unit keeps leaves the device while the next unit runs, and comes back ahead of its backward. The units whose
+    backwards are the first keep theirs on the device: it would come straight back. Train steps read it, as
+    ``make_train_step(..., remat=fs.checkpoint_policies.offload())``, or ``remat="offload"``; ``fs.remat`` cannot.
+
+    Args:
+        prefetch: the backwards by which it comes back ahead of its own. As many units keep theirs on the device.
+
+    Raises:
+        PlanError: prefetch is not an int of at least 1.
+
+    >>> offload(prefetch=2)
+    fs.checkpoint_policies.offload(prefetch=2)
+    """
+    if type(prefetch) is not int or prefetch < 1:
+        raise PlanError(
+            f"offload(prefetch={prefetch!r}): activations come back at least 1 backward ahead of their own, so that "
+            f"the copy has a compute to run beside: give an int of at least 1"
+        )
+    return SavePolicy(f"offload(prefetch={prefetch})", None, prefetch)
 
 
 nothing = SavePolicy("nothing", frozenset())

@@ -10,6 +10,9 @@ from fshard.errors import PlanError
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 """Gradients in float16 need ``fs.LossScale``, or small ones vanish silently."""
 
+Products = Literal["float8_rowwise"]
+"""The products of linear layers that are not those of the dtype of compute."""
+
 
 @dataclass(frozen=True)
 class Precision:
@@ -29,6 +32,10 @@ class Precision:
         inputs: whether floating-point arguments of units are cast to ``compute``.
         buffers: the dtype to which floating-point buffers are cast while a unit of a split module runs. Changed buffers
             return in their own dtype. None: not cast.
+        products: ``"float8_rowwise"`` rounds the factors of linear layers (``F.linear``) inside of units to
+            float8_e4m3, with a scale for each row: weights, inputs, and gradients of outputs. Gradients of weights are
+            products in bfloat16. Only first derivatives can be taken. ``print(plan)`` says of which leaves it cannot be
+            done. None: products in the dtype of compute.
         rounding: how updates of parameters kept in bfloat16 are rounded after an update in float32: ``"nearest"`` or
             ``"stochastic"``.
 
@@ -48,6 +55,7 @@ class Precision:
     _: KW_ONLY
     inputs: bool = False
     buffers: torch.dtype | None = None
+    products: Products | None = None
     rounding: Literal["nearest", "stochastic"] = "nearest"
 
     def __post_init__(self) -> None:
@@ -59,6 +67,8 @@ class Precision:
         if wrong:
             names = ", ".join(map(str, DTYPES))
             raise PlanError(f"fs.Precision({', '.join(wrong)}): give one of {names}, or None")
+        if self.products not in (None, "float8_rowwise"):
+            raise PlanError(f"fs.Precision(products={self.products!r}): give 'float8_rowwise' or None")
         if self.rounding not in ("nearest", "stochastic"):
             raise PlanError(f"fs.Precision(rounding={self.rounding!r}): give 'nearest' or 'stochastic'")
         if not isinstance(self.inputs, bool):

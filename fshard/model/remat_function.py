@@ -24,8 +24,9 @@ from fshard.errors import PlanError, RematError, TransformError
 from fshard.model.checkpoint_policies import SavePolicy, nothing
 from fshard.model.checkpointed import checkpointed
 from fshard.model.exact import Exact
+from fshard.model.float8 import ScaledProducts
 from fshard.model.missing import explained
-from fshard.torch_internals import DisableFuncTorch, disable_current_modes, functorch
+from fshard.torch_internals import DisableFuncTorch, disable_current_modes, function_mode_stack, functorch
 
 Fn = TypeVar("Fn", bound=Callable[..., Any])
 Flat = Callable[..., tuple[Tensor, ...]]
@@ -62,6 +63,11 @@ def remat(fn: Fn, policy: SavePolicy | None = None) -> Fn:
     if not isinstance(policy, SavePolicy):
         raise PlanError(
             f"remat(policy={policy!r}): give fs.checkpoint_policies.nothing, dots, everything or saving(ops)"
+        )
+    if policy.ahead:
+        raise PlanError(
+            f"remat(policy={policy}): only the schedule of a step can move what is kept to the host: give it to "
+            f"make_train_step(..., remat=), or another policy here"
         )
     if policy.ops is None:
         return fn
@@ -203,6 +209,11 @@ def by_reverse(fn: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _again(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], reverse: bool = False) -> Any:
+    if any(isinstance(mode, ScaledProducts) for mode in function_mode_stack()):
+        raise RematError(
+            "fs.remat inside of a unit whose linear layers multiply in float8 would compute them again without it: "
+            "use make_train_step(remat=), or fs.Precision() without products="
+        )
     leaves, spec = tree.flatten((args, kwargs))
     tensors = {i: leaf for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)}
     plain = [None if i in tensors else leaf for i, leaf in enumerate(leaves)]

@@ -5,20 +5,19 @@ tensor parallel    ``column_rule``, ``row_rule`` ``column_linear``, ``row_linear
 vocabulary         ``column_rule``               ``vocab_embedding``, ``vocab_cross_entropy``, ``padded``
 sequence parallel  leaves whole along the axis   ``rms_norm``, ``layer_norm``, ``shared``, ``split_sequence``
 expert parallel    ``expert_rule``               ``route``, ``moe``, ``grouped_linear``, ``load_balance_loss``
-<<<<<<< HEAD
-context parallel   one more data axis            ``ring_attention``, ``zigzag_slice``, ``zigzag_positions``
-models' own plans  ``fs.suggest_rules``          ``parallelize``
-=======
 context parallel   one or two more data axes     ``ring_attention``, ``ulysses_attention``, ``zigzag_slice``
->>>>>>> main
+models' own plans  ``fs.suggest_rules``          ``parallelize``
+Hugging Face       the same                      ``register_attention``, ``context_batch``
 ================== ============================= ==========================================================
 
 The axis of the first three is *not* named in ``batch=``: its ranks work on the same rows and return the same loss. The
 axes of experts and of the context are data axes: each of their ranks has its own tokens.
 """
 
+from fshard.parallel.context_batch import context_batch
 from fshard.parallel.document_ids import document_ids
 from fshard.parallel.experts import Dispatched, combine, dispatch, grouped_linear, moe
+from fshard.parallel.hf_attention import register_attention
 from fshard.parallel.layer_rules import column_rule, expert_rule, megatron_rules, row_rule
 from fshard.parallel.linear_layers import column_linear, local_heads, row_linear
 from fshard.parallel.model_plans import parallelize
@@ -35,6 +34,7 @@ __all__ = [
     "column_linear",
     "column_rule",
     "combine",
+    "context_batch",
     "dispatch",
     "document_ids",
     "expert_rule",
@@ -47,6 +47,7 @@ __all__ = [
     "moe",
     "padded",
     "parallelize",
+    "register_attention",
     "ring_attention",
     "rms_norm",
     "route",

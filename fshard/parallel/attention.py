@@ -11,12 +11,10 @@ import torch
 from torch import Tensor
 
 from fshard.collectives.linear import is_fake
-from fshard.parallel.attention_kernels import kernel_for
+from fshard.parallel.attention_kernels import AttentionKernel, kernel_for
 
-TILE = 1 << 24
-"""The largest number of elements of a tile of masks or scores, unless 16 queries have more."""
-LEAST = 16
-"""The fewest queries of a tile."""
+MASKED, SCORED = 512, 256
+"""The fewest queries of a tile of masks, and of scores."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +44,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, seen: AttentionMask, scale: float) -
         return kernel.forward(q, k, v, None, seen.causal, scale)
     out = torch.zeros_like(q)
     lse = q.new_full(q.shape[:3], -torch.inf, dtype=torch.promote_types(q.dtype, torch.float32))
-    for rows, columns, mask in _tiles(q, k, seen, q.shape[1] if kernel.whole else 1):
+    for rows, columns, mask in _tiles(q, k, seen, tile_rows(q, kernel)):
         bias = None if mask is None else _bias(mask, q.dtype)
         part, sums = kernel.forward(q[:, :, rows], k[:, :, columns], v[:, :, columns], bias, False, scale)
         if masked:  # kernels differ in what a query without keys gets
@@ -71,7 +69,7 @@ def attend_backward(
     if not masked and not kernel.whole:
         return kernel.backward((grad, q, k, v, out, lse), None, seen.causal, scale)
     dq, dk, dv = (torch.zeros_like(x, dtype=lse.dtype) for x in (q, k, v))
-    for rows, columns, mask in _tiles(q, k, seen, q.shape[1] if kernel.whole else 1):
+    for rows, columns, mask in _tiles(q, k, seen, tile_rows(q, kernel)):
         bias = None if mask is None else _bias(mask, q.dtype)
         mine, here = [x[:, :, rows] for x in queries], (k[:, :, columns], v[:, :, columns])
         parts = kernel.backward((mine[0], mine[1], *here, mine[2], mine[3]), bias, False, scale)
@@ -90,14 +88,18 @@ def visible(queries: Tensor | None, keys: Tensor | None, later: Tensor | None) -
     return same if mask is None else same & mask
 
 
-def _tiles(q: Tensor, k: Tensor, seen: AttentionMask, heads: int) -> Iterator[tuple[slice, slice, Tensor | None]]:
+def tile_rows(q: Tensor, kernel: AttentionKernel) -> int:
+    """The queries of a tile: beyond the fewest, a mask has as many elements as the keys, and so have scores."""
+    return max(SCORED, q.shape[3]) if kernel.whole else max(MASKED, q.shape[1] * q.shape[3])
+
+
+def _tiles(q: Tensor, k: Tensor, seen: AttentionMask, size: int) -> Iterator[tuple[slice, slice, Tensor | None]]:
     """Queries, the range of keys that they may see, and the mask of both; None where all keys are seen.
 
-    ``heads`` is the number of heads for which a tile is held. On CPUs the range ends at the first and the last key that
-    is seen, and tiles of no key are left out. Elsewhere the host would have to wait for the device to know.
+    ``size`` is the number of queries of a tile. On CPUs the range ends at the first and the last key that is seen, and
+    tiles of no key are left out. Elsewhere the host would have to wait for the device to know.
     """
     count, keys = q.shape[2], k.shape[2]
-    size = max(LEAST, TILE // max(1, q.shape[0] * heads * keys))
     known = seen.keys is not None and q.device.type == "cpu" and not is_fake(seen.keys)
     for start in range(0, count, size):
         end = min(start + size, count)

@@ -82,7 +82,8 @@ def ulysses_attention(
     q, k, v = (collectives.all_to_all(x, axis, 1, 2, tiled=True, mesh=mesh) for x in (q, k, v))
     if documents is not None:
         documents = collectives.all_gather(documents, axis, dim=1, tiled=True, mesh=mesh)
-    if causal:
+    dealt = causal and parts > 1
+    if dealt:
         q, k, v = (unzigzag(x, parts, 2) for x in (q, k, v))
         documents = None if documents is None else unzigzag(documents, parts, 1)
     if documents is not None:
@@ -93,7 +94,7 @@ def ulysses_attention(
         None if ring is None else resolve(ring, mesh), causal, q.shape[-1] ** -0.5 if scale is None else scale
     )
     out = attention(q, k, v, documents, settings)
-    out = zigzag(out, parts, 2) if causal else out
+    out = zigzag(out, parts, 2) if dealt else out
     back: Tensor = collectives.all_to_all(out, axis, 2, 1, tiled=True, mesh=mesh)
     return back
 

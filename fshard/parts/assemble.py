@@ -128,7 +128,8 @@ class StepTable:
         reads = {unit: of(groups) for unit, groups in program.reads.items()}
         filled = {group: at for (bank, group), at in self.grads.items() if bank == number}
         gradients = {self.params[stage.version, group]: at for group, at in filled.items()}
-        return Pass(Program(program.forward, program.backward, reads), stage.spec.accumulate, gradients)
+        program = Program(program.forward, program.backward, reads, hosted=program.hosted)
+        return Pass(program, stage.spec.accumulate, gradients)
 
     def version_of(self, state: int) -> int | None:
         """The version of parameters that a given state is; None if no pass reads it."""
@@ -172,7 +173,16 @@ class StepActions:
     def bind(self, ops: Sequence[Op]) -> list[Run | None]:
         """Return what to call for each op; None for computes, updates, the handshake and the consensus."""
         known = {info.name: number for number, info in enumerate(self.table.infos)}
-        return [self._bound(op, known[op.target]) if op.target in known else None for op in ops]
+        pairs = zip(self.passes, self.table.recorded.passes, strict=True)
+        of_microbatch = [prepared.actions for prepared, each in pairs for _ in range(each.spec.accumulate)]
+        runs: list[Run | None] = []
+        for op in ops:
+            row = started(op.kind) or awaited(op.kind)
+            if row is not None and row.stage == "activation":
+                runs += of_microbatch[op.microbatch].bind([op])
+            else:
+                runs.append(self._bound(op, known[op.target]) if op.target in known else None)
+        return runs
 
     def _bound(self, op: Op, number: int) -> Run | None:
         entry, row = self.table.entries[number], started(op.kind) or awaited(op.kind)

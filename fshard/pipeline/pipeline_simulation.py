@@ -179,9 +179,9 @@ class _PositionClock(Clock):
         if op.kind == "wait receive":
             self._arrive(op)
         elif op.kind == "wait send":  # an edge may have several messages under way
-            self.under_way["send", op.target] = self.post.sent[op.target, op.microbatch][1]
+            self.under_way["send", op.target, 0] = self.post.sent[op.target, op.microbatch][1]
         elif op.kind == "wait stage_sum":
-            self.under_way["stage_sum", op.target] = max([part for part in self.post.whole(op.target) if part])
+            self.under_way["stage_sum", op.target, 0] = max([part for part in self.post.whole(op.target) if part])
         start, end = super()._take(at, op)
         if op.kind == "send":
             self.post.sent[op.target, op.microbatch] = start, end
@@ -196,7 +196,7 @@ class _PositionClock(Clock):
         start, arrival = self.post.sent[op.target, op.microbatch]
         at = self.posted.pop((op.target, op.microbatch))
         ready = max(self.ticks.ends[at], arrival)
-        self.under_way["receive", op.target] = ready
+        self.under_way["receive", op.target, 0] = ready
         self.ticks.starts[at], self.ticks.ends[at] = min(max(start, self.ticks.issued[at]), ready), ready
 
 

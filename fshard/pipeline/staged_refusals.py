@@ -25,6 +25,14 @@ def differentiates_units(units: Sequence[str]) -> PlanError:
     )
 
 
+def offloads() -> PlanError:
+    """Activations on the host in a pipeline."""
+    return PlanError(
+        "stages: remat='offload' moves activations around the forward and the backward of one microbatch, and those of "
+        "a pipeline take turns: give remat='all' or a policy that computes again, or make the plan without stages="
+    )
+
+
 def bad_cut(problems: Sequence[str]) -> PlanError:
     """Calls of units that do not go from stage to stage in order."""
     remedy = (

@@ -210,11 +210,13 @@ def trace_stages(fn: Any, plan: Plan, batch: Any, train: bool, remat: Remat = NO
         remat: which units are computed again in their backward.
 
     Raises:
-        PlanError: the program depends on values of tensors, its calls do not go from stage to stage in order, or a
-            stage needs a leaf that it does not hold.
+        PlanError: the program depends on values of tensors, its calls do not go from stage to stage in order, a stage
+            needs a leaf that it does not hold, or activations would wait on the host.
         LossError, UnitError: the function breaks a rule, or whatever it raises itself.
     """
     assert plan.stages is not None
+    if remat.offloads and train:
+        raise staged_refusals.offloads()
     engines: list[SourceEngine] = []
 
     def watch(engine: Engine) -> SourceWatch:

@@ -12,7 +12,6 @@ from torch import Tensor
 from fshard import tree
 from fshard.collectives import raw
 from fshard.collectives.ranks import Ranks
-from fshard.model.casting import make_casting
 from fshard.model.remat_function import exact
 from fshard.model.unit import Slot, Unit, attach
 from fshard.proof.verification import Difference, Tolerance
@@ -23,6 +22,7 @@ from fshard.runtime.engine import check_differentiable, microbatches, number, re
 from fshard.runtime.graphs.graph_proof import gap
 from fshard.runtime.memory import values_of
 from fshard.sharding.layout import Group
+from fshard.sharding.leaf import casting_of
 from fshard.sharding.plan import Plan
 from fshard.state.flat_maps import cut_leaves, join_leaves
 from fshard.state.train_state import TrainState
@@ -134,7 +134,7 @@ class PlainUnits:
         self.inside = self.listening = False
         self.count = 0
         self.first: Difference | None = None
-        self.casting = make_casting(plan.precision, {path: leaf.precision for path, leaf in plan.leaves.items()})
+        self.casting = casting_of(plan.precision, plan.leaves)
 
     def call(self, unit: Unit, params: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call the unit's function. Calls in a unit belong to the outer unit; calls in a transform are silent."""

@@ -87,7 +87,8 @@ def about(read: ReadConfig, name: str, remedy: str = "", kinds: Any = USUAL) -> 
             raise
         values, text = flat(read.config), _told(error, remedy)
         table = name.rpartition(".")[0]  # a failure may begin with the name of its argument, such as units
-        keys = [key for key in values if key.rpartition(".")[0] == table and text.startswith(key[len(table) + 1 :])]
+        names = {key[len(table) + 1 :]: key for key in values if key.rpartition(".")[0] == table}
+        keys = [key for last, key in names.items() if text.startswith(last) or f"({last}=)" in text]
         name = [*keys, name][0]
         place = f"{read.place(name)}: {name}{f' = {values[name]!r}' if name in values else ''}: "
         kind = ImportError if isinstance(error, ImportError) else PlanError

@@ -18,6 +18,7 @@ compute ahead at most (``_updates_under_way``).
 from collections.abc import Hashable, Sequence
 from dataclasses import replace
 
+from fshard.schedule.activation_moves import ActivationWalk
 from fshard.schedule.edge_walk import EdgeWalk
 from fshard.schedule.ops import LOCAL, GroupInfo, Op, Program
 from fshard.schedule.paths import Paths, Updates
@@ -124,12 +125,14 @@ class _Builder:
         for g, uses in enumerate(self.uses):
             if not uses and self.read[g]:
                 self.updates.first(g)
-        edges = EdgeWalk(bare, self.ops)
+        edges, activations = EdgeWalk(bare, self.ops), ActivationWalk(bare, self.ops)
         edges.first()
         for k, op in enumerate(self.computes):
             self._before(k, op)
             edges.before(k)
+            activations.before(k)
             self.ops.append(op)
+            activations.after(k)
             edges.after(k)
             self._after(k, op)
         edges.finish()

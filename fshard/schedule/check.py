@@ -10,8 +10,9 @@ from collections.abc import Iterator
 
 from fshard import errors
 from fshard.schedule import schedule_refusals
+from fshard.schedule.check_activations import ActivationCheck
 from fshard.schedule.check_edges import EdgeCheck
-from fshard.schedule.ops import COMPUTE_KINDS, LOCAL, ROOT, STEP_KINDS, UNIT_KINDS, Op, microbatch_kinds, op_kinds
+from fshard.schedule.ops import COMPUTE_KINDS, LOCAL, ROOT, STEP_KINDS, Op, call_kinds, microbatch_kinds, op_kinds
 from fshard.schedule.progress import GroupProgress, Progress, parts_of, tracks_of
 from fshard.schedule.schedule import Schedule
 from fshard.schedule.step_program import Local
@@ -31,8 +32,9 @@ def check(schedule: Schedule) -> None:
     in their order, each started once a step or microbatch, when what it reads is complete, with no more under way than
     the table of kinds allows, and waited for before its memory is filled again; that each update happens once and where
     the policy says, and what it changed of a shard that others hold too reaches them before anybody reads it; that code
-    between passes finds complete gradients and updated shards, and what it makes is gathered after it; that ranges of
-    the arena which are alive together are disjoint; and that nothing is left at the end.
+    between passes finds complete gradients and updated shards, and what it makes is gathered after it; that what units
+    keep on the host leaves after their forward and is there before their backward; that ranges of the arena which are
+    alive together are disjoint; and that nothing is left at the end.
 
     Raises:
         ScheduleError: the first op that breaks a rule, shown among its neighbours.
@@ -60,10 +62,9 @@ class _Run:
         self.done = 0  # compute ops so far
         self.held: dict[str, None] = {}  # slots taken by groups that may not stay
         self.under_way: Counter[str] = Counter()  # limited transfers, by kind
-        self.kinds, self.microbatch_kinds = op_kinds(), microbatch_kinds()
-        self.units = schedule.stages.reads
+        self.kinds, self.microbatch_kinds, self.call_kinds = op_kinds(), microbatch_kinds(), call_kinds()
         self.groups = tracks_of(schedule, self.parts)
-        self.edges = EdgeCheck(schedule)
+        self.edges, self.activations = EdgeCheck(schedule), ActivationCheck(schedule)
 
     @property
     def microbatch(self) -> int:
@@ -74,6 +75,8 @@ class _Run:
         """List what is wrong with this op, which then has happened."""
         if op.kind in COMPUTE_KINDS:
             yield from self._compute(op)
+        elif op.kind in self.call_kinds:
+            yield from self.activations.take(at, op, self.done)
         elif op.kind == "consensus":
             yield from self._consensus(at)
         elif op.kind in STEP_KINDS:
@@ -100,7 +103,7 @@ class _Run:
             for progress in group.progress.values():
                 if progress.under_way:
                     return progress.at, f"{progress.transfer.kind} of {name} is started here and never waited for"
-        return self.edges.leftover()
+        return self.edges.leftover() or self.activations.leftover() or (0, "")
 
     def _compute(self, op: Op) -> Iterator[str]:
         if self.done == len(self.due):
@@ -116,6 +119,7 @@ class _Run:
         if part.local is not None:
             yield from self._local(op, part.local)
         yield from self.edges.read(self.done)
+        yield from self.activations.compute(op, self.done)
         for name in dict.fromkeys((*part.reads.get(ROOT, ()), *reads)):
             yield from self._readable(name, op.target)
         for name in part.filled_by(op):
@@ -339,10 +343,11 @@ def _shape(op: Op, at: int, run: _Run) -> str:
         return f"{op.kind!r} is none of {', '.join(sorted(run.kinds))}"
     if (op.kind == "handshake") != (at == 0):
         return "handshake must be the first op, and no other"
-    known = run.units if op.kind in UNIT_KINDS else run.groups if op.kind not in STEP_KINDS | {LOCAL} else ("",)
+    of_call = op.kind in run.call_kinds
+    known = run.schedule.stages.reads if of_call else run.groups if op.kind not in STEP_KINDS | {LOCAL} else ("",)
     if op.target not in known:
-        return f"{op.target!r} is not a {'unit' if op.kind in UNIT_KINDS else 'group'} of this schedule"
-    if op.index and op.kind not in COMPUTE_KINDS or op.microbatch and op.kind not in run.microbatch_kinds:
+        return f"{op.target!r} is not a {'unit' if of_call else 'group'} of this schedule"
+    if op.index and not of_call and op.kind != LOCAL or op.microbatch and op.kind not in run.microbatch_kinds:
         return f"{op.kind} has no {'call index' if op.index else 'microbatch'}"
     return ""
 

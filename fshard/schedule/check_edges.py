@@ -66,15 +66,15 @@ class EdgeCheck:
             if microbatch not in self.edges[name].over:
                 yield f"{name} of microbatch {microbatch} is read before it has arrived"
 
-    def leftover(self) -> tuple[int, str]:
-        """The op that is to blame, and how, for a message that is missing at the end."""
+    def leftover(self) -> tuple[int, str] | None:
+        """The op that is to blame, and how, for a message that is missing at the end; None if none is."""
         for name, edge in self.edges.items():
             for microbatch in edge.due:
                 if microbatch not in edge.over:
                     at = edge.started.get(microbatch, -1)
                     what = "is started here and never waited for" if at >= 0 else "is missing"
                     return max(at, 0), f"the {_word(edge)} of {name} of microbatch {microbatch} {what}"
-        return 0, ""
+        return None
 
     def _note(self, schedule: Schedule, each: Pass, start: int, microbatch: int) -> None:
         places = {place: start + at for at, place in enumerate(each.sequence)}

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from fshard.schedule import schedule_refusals
-from fshard.schedule.costs import Costs, Noise
+from fshard.schedule.costs import COPIED, Costs, Noise
 from fshard.schedule.ops import STEP_KINDS, Op
 from fshard.schedule.schedule import Schedule
 from fshard.schedule.transfers import Transfer, awaited, started
@@ -46,8 +46,8 @@ class Clock:
         self.transfers = {(move.kind, name): move for name, move in every if move.sent and move.row.link}
         self.now: Time = 0.0
         self.queues: dict[str, Time] = {}  # when a link has carried all that was issued
-        self.copied: dict[str, Time] = {}  # when the copies of a kind of op are done
-        self.under_way: dict[tuple[str, str], Time] = {}  # when a transfer arrives
+        self.copied: dict[str, Time] = {}  # when the copies of a direction are done
+        self.under_way: dict[tuple[str, str, int], Time] = {}  # when a transfer arrives
         self.ticks = Ticks()
 
     def run(self) -> Ticks:
@@ -87,9 +87,9 @@ class Clock:
             return self._start(op, seconds)
         row = awaited(op.kind)
         if row is not None:
-            if (row.name, op.target) not in self.under_way:
+            if (row.name, op.target, op.index) not in self.under_way:
                 raise schedule_refusals.broken_lifetime(f"{row.name} of {op.target}", at, str(op), "none is in flight")
-            self.now = self.larger(self.now, self.under_way.pop((row.name, op.target)))
+            self.now = self.larger(self.now, self.under_way.pop((row.name, op.target, op.index)))
         elif op.kind in STEP_KINDS:
             self.now = self.meet(self.now, "")
         self._work(op, seconds)
@@ -101,7 +101,7 @@ class Clock:
         copied = self._copied(op)
         transfer = self.transfers.get((op.kind, op.target))
         start, arrival = (self.now, copied) if transfer is None else self._carried(transfer, copied)
-        self.under_way[op.kind, op.target] = arrival
+        self.under_way[op.kind, op.target, op.index] = arrival
         return start, arrival
 
     def _carried(self, transfer: Transfer, ready: Time) -> tuple[Time, Time]:
@@ -119,8 +119,9 @@ class Clock:
         seconds = self.costs.copies.get((op.kind, op.target), 0.0)
         if not seconds:
             return self.now
-        done = self.larger(self.now, self.copied.get(op.kind, 0.0)) + seconds
-        self.copied[op.kind] = done
+        way = COPIED[op.kind]
+        done = self.larger(self.now, self.copied.get(way, 0.0)) + seconds
+        self.copied[way] = done
         return done
 
     def _work(self, op: Op, seconds: float) -> None:

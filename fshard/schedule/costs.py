@@ -22,8 +22,8 @@ FORMAT = "fshard costs 3"
 TIMED = ("cpu",)
 """Types of devices that do not run behind their host, so that its clock times their ops."""
 
-COPIED = ("all_gather", "offload")
-"""Kinds of ops that start copies from host memory, and to it."""
+COPIED = {"all_gather": "in", "offload": "out", "activation_offload": "out", "activation_fetch": "in"}
+"""Kinds of ops that start copies from host memory (in), and to it (out)."""
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,9 @@ class Costs:
         machine: what the costs were measured on, in words.
         copies: seconds of copies between a device and the memory of its host, beside compute, by the op that starts
             them: ``("all_gather", "blocks.0")`` for a shard that comes from there before it is sent, ``("offload",
-            "blocks.0")`` for a gradient that goes there. Those of a kind run one after the other.
+            "blocks.0")`` for a gradient that goes there, ``("activation_offload", "blocks.0")`` and
+            ``("activation_fetch", "blocks.0")`` for what a unit keeps there. Those of a direction run one after the
+            other.
 
     Raises:
         PlanError: a negative time, one of an unknown op, or something else than a link.
@@ -252,7 +254,7 @@ def _op_problems(seconds: Mapping[Any, Any], copies: Mapping[Any, Any]) -> Itera
         elif not isinstance(value, int | float) or not 0 <= value < math.inf:
             yield f"{op[0]} {op[1]} takes {value!r} seconds"
         elif op not in seconds and op[0] not in COPIED:
-            yield f"{op[0]} {op[1]} starts no copy: those that do are {' and '.join(COPIED)}"
+            yield f"{op[0]} {op[1]} starts no copy: those that do are {', '.join(COPIED)}"
 
 
 def read_costs(path: str | os.PathLike[str]) -> Costs:

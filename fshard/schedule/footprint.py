@@ -6,9 +6,12 @@ from dataclasses import dataclass, field
 
 from fshard import markup
 from fshard.arguments import size_text
+from fshard.schedule.activation_moves import FETCH, OFFLOAD
 from fshard.schedule.ops import COMPUTE_KINDS, ROOT, Op
 from fshard.schedule.schedule import Schedule
 from fshard.schedule.schedule_memory import ScheduleMemory
+from fshard.schedule.step_program import Pass
+from fshard.schedule.transfers import awaited, started
 
 
 @dataclass(frozen=True)
@@ -23,6 +26,9 @@ class Need:
     In a pipeline ``part`` tells parts of a microbatch apart that hold activations side by side, those of each stage:
     what a need says is that of its part alone. ``shared`` are the bytes of ``after`` that all microbatches of a part
     share: gradients of leaves outside of units, which wait on the leaves for the end of a microbatch.
+    ``hosted`` are the bytes of activations that leave for the host after a forward, or come back for a backward. The
+    peak and what is left tell of the device alone: of what leaves until its copy is over, and from then on, once it is
+    under way back.
     """
 
     peak: int
@@ -33,6 +39,7 @@ class Need:
     copied: int = 0
     part: int = field(default=0, compare=False)
     shared: int = field(default=0, compare=False)
+    hosted: int = field(default=0, compare=False)
 
 
 @dataclass(frozen=True)
@@ -40,6 +47,7 @@ class Footprint:
     """The bytes that a step holds at its peak, beside parameter shards and optimizer state.
 
     The peak is at op number ``op``, which is ``where``. Gradients include their staging and their shards.
+    ``host_bytes`` are those of activations in the memory of the host, at most; they are in no other number.
     """
 
     peak_bytes: int
@@ -48,13 +56,18 @@ class Footprint:
     arena_bytes: int
     gradient_bytes: int
     activation_bytes: int
+    host_bytes: int = 0
 
     def __str__(self) -> str:
         return (
             f"at most {size_text(self.peak_bytes)} beside the state, at op {self.op}, {self.where}: arena "
             f"{size_text(self.arena_bytes)}, gradients {size_text(self.gradient_bytes)}, activations "
-            f"{size_text(self.activation_bytes)}"
+            f"{size_text(self.activation_bytes)}" + self._hosted
         )
+
+    @property
+    def _hosted(self) -> str:
+        return f"; activations on the host {size_text(self.host_bytes)}" if self.host_bytes else ""
 
     def _repr_html_(self) -> str:
         parts = [
@@ -63,7 +76,7 @@ class Footprint:
             ("activations", self.activation_bytes),
         ]
         rows = [[name, size_text(size), markup.bar([(name, size)], self.peak_bytes)] for name, size in parts]
-        title = f"at most {size_text(self.peak_bytes)} beside the state, at op {self.op}, {self.where}"
+        title = f"at most {size_text(self.peak_bytes)} beside the state, at op {self.op}, {self.where}{self._hosted}"
         return markup.shown(title, markup.table(["", "bytes", ""], rows))
 
 
@@ -101,7 +114,32 @@ def footprint(schedule: Schedule, needs: Sequence[Need], graphs: bool = False) -
         best = max(best, (held + beside, -at, beside, held))
     total, at, beside, held = best
     where = str(schedule[-at]) if len(schedule) else "none"
-    return Footprint(memory.arena_bytes + max(total, 0), -at, where, memory.arena_bytes, beside, held)
+    hosted = _hosted(schedule, needs)
+    return Footprint(memory.arena_bytes + max(total, 0), -at, where, memory.arena_bytes, beside, held, hosted)
+
+
+def _hosted(schedule: Schedule, needs: Sequence[Need]) -> int:
+    """The most bytes of activations that the host holds: from the begin of their way there to the end of that back."""
+    sizes: dict[tuple[int, str, str, int], int] = {}  # by pass, and by compute op
+    at, numbers = 0, {id(each): number for number, each in enumerate(schedule.stages.passes)}
+    for stage in schedule.stages.stages:
+        computes = stage.program.computes if isinstance(stage, Pass) else ()
+        for place, op in enumerate(computes, at):
+            key = numbers[id(stage)], op.kind, op.target, op.index
+            sizes[key] = needs[place % len(needs)].hosted
+        at += max(len(computes), 1)
+    held = most = 0
+    for op in schedule:
+        row = started(op.kind) or awaited(op.kind)
+        if row is None or row.stage != "activation":
+            continue
+        number = numbers[id(schedule.stages.microbatches[op.microbatch])]
+        if op.kind == OFFLOAD.name:
+            held += sizes[number, "forward", op.target, op.index]
+            most = max(most, held)
+        elif op.kind == FETCH.wait:
+            held -= sizes[number, "backward", op.target, op.index]
+    return most
 
 
 class _UnderWay:

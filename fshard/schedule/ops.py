@@ -16,7 +16,8 @@ local                    code of the step function between passes runs on this r
 consensus                losses, norms and failures of all ranks; the last op of a train step
 ==============  =======  =================================================================================
 
-And two ops for each kind of transfer of a group (``transfers.py``): its name starts it, ``wait`` and its name ends it.
+And two ops for each kind of transfer (``transfers.py``): its name starts it, ``wait`` and its name ends it. The target
+is a group; or a unit, for what a call of it keeps for its backward.
 """
 
 import functools
@@ -43,6 +44,12 @@ GROUP_KINDS = frozenset(("update", "free", "reshard"))
 """Ops on a group besides those of transfers."""
 
 
+def call_kinds() -> frozenset[str]:
+    """The kinds of ops on one call of a unit: its computes, and the moves of what it keeps."""
+    moved = [row for row in KINDS.values() if row.stage == "activation"]
+    return UNIT_KINDS | {word for row in moved for word in (row.name, row.wait)}
+
+
 def op_kinds() -> frozenset[str]:
     """The kinds of all ops."""
     return COMPUTE_KINDS | STEP_KINDS | GROUP_KINDS | {word for row in KINDS.values() for word in (row.name, row.wait)}
@@ -61,8 +68,9 @@ class Op:
         kind: one of ``op_kinds()``.
         target: a unit's name for forward and backward, a group's for the others, empty for handshake, consensus and
             local.
-        index: for forward and backward, which call of the unit in one pass of the program; which local of the step.
-        microbatch: for forward, backward, reduce_scatter and its wait, which microbatch of the step.
+        index: for forward, backward and moves of activations, which call of the unit in one pass of the program; which
+            local of the step.
+        microbatch: for ops of one microbatch (``microbatch_kinds()``), which microbatch of the step.
 
     >>> print(Op("forward", "blocks.2", microbatch=1))
     forward blocks.2 @1
@@ -100,20 +108,26 @@ class Program:
         reads: ids of the groups that each unit reads. ``reads["root"]`` are those read outside of units; a
             missing entry means none.
         parted: whether backwards compute the gradients of inputs alone, and ops ``weight`` those of leaves.
+        hosted: the units that keep on the host what their backward reads, and how many computes ahead of it that
+            comes back.
 
     Raises:
-        PlanError: a call is misnumbered, unknown, repeated, or of a unit that ``reads`` lacks.
+        PlanError: a call is misnumbered, unknown, repeated, or of a unit that ``reads`` lacks; a hosted unit is not
+            called, or comes back less than one compute ahead.
     """
 
     forward: tuple[Call, ...]
     backward: tuple[Call, ...]
     reads: Mapping[str, tuple[int, ...]] = field(hash=False)
     parted: bool = False
+    hosted: Mapping[str, int] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "forward", tuple(self.forward))
         object.__setattr__(self, "backward", tuple(self.backward))
-        if problems := [*_problems(self.forward, self.backward, self.reads)]:
+        object.__setattr__(self, "hosted", dict(sorted(self.hosted.items())))
+        problems = [*_problems(self.forward, self.backward, self.reads), *_misplaced(self.forward, self.hosted)]
+        if problems:
             raise schedule_refusals.bad_program(problems)
         # One order whatever the given dict has: equal programs have equal texts.
         called = dict.fromkeys(call.unit for call in self.forward)
@@ -268,6 +282,15 @@ def _problems(forward: Sequence[Call], backward: Sequence[Call], reads: Mapping[
     for unit, ids in reads.items():
         yield from (f"unit {unit!r} reads group {i} twice" for i in _repeated(ids))
         yield from (f"unit {unit!r} reads group {i}, which is negative" for i in ids if i < 0)
+
+
+def _misplaced(forward: Sequence[Call], hosted: Mapping[str, int]) -> Iterable[str]:
+    called = {call.unit for call in forward}
+    for unit, ahead in hosted.items():
+        if unit not in called:
+            yield f"unit {unit!r} keeps its activations on the host, and is not called"
+        if type(ahead) is not int or ahead < 1:
+            yield f"the activations of unit {unit!r} come back {ahead!r} computes ahead; at least 1 is needed"
 
 
 def _repeated(items: Sequence[T]) -> list[T]:

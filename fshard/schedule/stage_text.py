@@ -8,6 +8,7 @@ for each, below a line that begins the pass, and further lines for the code betw
     unit a reads a
     forward a
     backward a
+    hosted a ahead=1
     local
       gradients a.again
     update a from a.again
@@ -20,7 +21,7 @@ from fshard.schedule.ops import Call, Program
 from fshard.schedule.step_program import Edge, Local, Pass, Portion, StepProgram
 from fshard.schedule.tokens import quoted, read_name, read_number, read_values, wrapped
 
-PROGRAM = ("unit", "forward", "backward")
+PROGRAM = ("unit", "forward", "backward", "hosted")
 """The words that begin lines of a program."""
 
 LOCAL = tuple([each.name for each in fields(Local)])
@@ -58,6 +59,7 @@ def _program_lines(program: Program, names: Sequence[str]) -> Iterator[str]:
         yield from wrapped(word, [quoted(call.unit) + (f" #{call.index}" if call.index else "") for call in calls])
     if program.parted:
         yield "parted"
+    yield from (f"hosted {quoted(unit)} ahead={ahead}" for unit, ahead in program.hosted.items())
 
 
 class _PassLines:
@@ -71,9 +73,11 @@ class _PassLines:
         self.reads: dict[str, tuple[int, ...]] = {}
         self.calls: dict[str, list[Call]] = {"forward": [], "backward": []}
         self.parted = False
+        self.hosted: dict[str, int] = {}
 
     def program(self) -> Program:
-        return Program(tuple(self.calls["forward"]), tuple(self.calls["backward"]), self.reads, self.parted)
+        calls = [tuple(self.calls[word]) for word in ("forward", "backward")]
+        return Program(calls[0], calls[1], self.reads, self.parted, self.hosted)
 
 
 class StageReader:
@@ -135,6 +139,8 @@ class StageReader:
             _read_unit(stage, tokens, ids)
         elif word == "parted":
             stage.parted = True
+        elif word == "hosted":
+            _read_hosted(stage, tokens)
         elif word == "fills":
             _read_filled(stage, tokens, ids)
         elif word == "order":
@@ -177,6 +183,15 @@ def _read_filled(stage: _PassLines, tokens: list[str], ids: Mapping[str, int]) -
     if read in stage.gradients:
         raise ValueError(f"group {tokens[0]} fills two gradients")
     stage.gradients[read] = group
+
+
+def _read_hosted(stage: _PassLines, tokens: list[str]) -> None:
+    if len(tokens) != 2:
+        raise ValueError("a unit that keeps activations on the host is written 'NAME ahead=COMPUTES'")
+    name, (ahead,) = read_name(tokens[0]), read_values(tokens[1:], ("ahead",))
+    if name in stage.hosted:
+        raise ValueError(f"unit {name!r} is hosted twice")
+    stage.hosted[name] = read_number(ahead)
 
 
 def _read_portion(token: str) -> Portion:

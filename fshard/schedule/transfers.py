@@ -21,6 +21,15 @@ kind                stage     from -> to                                      is
 ``receive``         edge      a value of another rank's part                  before the first compute that reads it
 ``exchange``        between   a fragment of the state -> itself, on replicas  ``delay`` steps after the one that it left
 ==================  ========  ==============================================  =========================================
+
+Two rows move activations of a unit, and belong to no group: their ops name the unit and its call.
+
+=======================  =======================================  ==============================================
+kind                     from -> to                               is waited for
+=======================  =======================================  ==============================================
+``activation_offload``   what a call keeps -> host memory         after the compute that follows the call
+``activation_fetch``     host memory -> what a call has kept      before the call's backward
+=======================  =======================================  ==============================================
 """
 
 from dataclasses import dataclass
@@ -61,7 +70,8 @@ class Kind:
         name: the word of the op that starts the transfer. ``wait NAME`` is the op that ends it.
         stage: when it starts: ``"gradient"`` once the gradient has been through the rows above, ``"updated"`` after
             the update, ``"read"`` before compute reads the parameters, ``"edge"`` where a value goes from one stage to
-            another, ``"between"`` after some steps.
+            another, ``"between"`` after some steps, ``"activation"`` around the backward of a unit that keeps on the
+            host what its backward reads.
         staging: what memory that it needs while under way is called in pictures.
         each_microbatch: it runs in every microbatch that reduces gradients, not once a step.
         link: the link of ``Costs`` that it takes; empty for a copy that takes no link.
@@ -104,6 +114,8 @@ _ROWS = (
     Kind("send", "edge", "staging of sends", each_microbatch=True),
     Kind("receive", "edge", "received values", each_microbatch=True),
     Kind("exchange", "between", "fragments under way"),
+    Kind("activation_offload", "activation", "activations on their way to the host", each_microbatch=True, link=""),
+    Kind("activation_fetch", "activation", "activations on their way back", each_microbatch=True, link=""),
 )
 
 KINDS = {row.name: row for row in _ROWS}
@@ -143,6 +155,8 @@ class Transfer:
             raise schedule_refusals.bad_program([f"{self.kind!r} is not a kind of transfer: {', '.join(KINDS)}"])
         if self.row.stage == "between" and not isinstance(self, PeriodicTransfer):
             raise schedule_refusals.bad_program([f"{self.kind}: it runs between steps: give a PeriodicTransfer"])
+        if self.row.stage == "activation":
+            raise schedule_refusals.bad_program([f"{self.kind}: it moves what a unit keeps, and is in no group's path"])
         if any(mark.isspace() for mark in self.wire):
             raise schedule_refusals.bad_program([f"{self.kind}: {self.wire!r} is not the name of a wire format"])
         if min(self.sent, self.staging) < 0:

@@ -145,6 +145,7 @@ def _leaf_text(leaf: Leaf, unit: str) -> str:
         "wire": None if leaf.wire == Wire() else leaf.wire,
         "packed": leaf.packed,
         "precision": None if leaf.precision == Precision() else leaf.precision,
+        "products": leaf.products,
         "aliases": leaf.aliases or None,
     }
     more = "".join(f", {name}={value}" for name, value in said.items() if value is not None)

@@ -255,7 +255,7 @@ class Plan:
 
     def read_in(self, precision: Precision) -> "Plan":
         """This plan with the same shards, whose steps read all leaves in another precision."""
-        leaves = {path: dataclasses.replace(leaf, precision=precision) for path, leaf in self.leaves.items()}
+        leaves = {path: leaf.read_in(precision) for path, leaf in self.leaves.items()}
         return self._with(leaves, precision=precision)
 
     def _with(self, leaves: Mapping[str, Leaf], **more: Any) -> "Plan":

@@ -8,6 +8,7 @@ import torch
 from fshard import markup
 from fshard.arguments import size_text
 from fshard.model.precision import Precision
+from fshard.sharding.float8_leaves import products_told
 from fshard.sharding.layout import Group
 from fshard.sharding.leaf import Leaf
 from fshard.sharding.low_rank import most_travels
@@ -75,7 +76,9 @@ def render(
     """The table of a plan: path, typed shape, group, stages if there are any, bytes on all ranks; then the totals."""
     head, body, totals = columns(mesh, leaves, places, stages)
     text = markup.aligned([head, *body], [n < 3 for n in range(len(head))], rule=True)
-    return "\n".join([_head(mesh, batch, precision), *text, totals, *_paddings(places), *_wires(places)])
+    return "\n".join(
+        [_head(mesh, batch, precision), *text, totals, *_paddings(places), *_wires(places), *products_told(leaves)]
+    )
 
 
 def columns(

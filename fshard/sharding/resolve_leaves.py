@@ -7,9 +7,11 @@ from typing import Protocol
 import torch
 
 from fshard.model.precision import Precision
+from fshard.sharding.code import Code
+from fshard.sharding.float8_leaves import check_products, unscaled
 from fshard.sharding.kinds import kinds_of
 from fshard.sharding.layout import box
-from fshard.sharding.leaf import Leaf
+from fshard.sharding.leaf import Leaf, ReadAs
 from fshard.sharding.mesh import Mesh
 from fshard.sharding.rules import Decision
 from fshard.sharding.spec import P, Shape
@@ -44,6 +46,10 @@ class LeafInputs(Protocol):
     @property
     def wire(self) -> Wire:
         """The formats of what travels."""
+
+    @property
+    def code(self) -> Code:
+        """The module, if it is one."""
 
     @property
     def stages(self) -> StageCut | None:
@@ -88,6 +94,8 @@ def resolve_leaves(
     for path, shape in source.shapes.items():
         at_rest, compute, rule, opt = decided[path]
         compute = at_rest.without(batch.axes) if compute is None else compute
+        aliases = tuple(a for a, canonical in source.aliases.items() if canonical == path)
+        held = box(shape, compute, mesh)[1]
         train = trained[path] and source.dtypes[path].is_floating_point
         leaves[path] = Leaf(
             path=path,
@@ -96,9 +104,12 @@ def resolve_leaves(
             trainable=train,
             at_rest=at_rest,
             compute=compute,
-            compute_shape=box(shape, compute, mesh)[1],
-            aliases=tuple(a for a, canonical in source.aliases.items() if canonical == path),
-            precision=precision if rule.precision is None else rule.precision,
+            compute_shape=held,
+            aliases=aliases,
+            reading=ReadAs(
+                precision if rule.precision is None else rule.precision,
+                unscaled(held, source.dtypes[path], source.owners[path], (path, *aliases), source.code.module),
+            ),
             align=None if at_rest.flat is None and opt is None else rule.align,
             opt=opt,
             kinds=kinds_of(rule.memory_kind, rule.opt_memory_kind, rule.update_on, train),
@@ -106,5 +117,6 @@ def resolve_leaves(
             packed=packed_format(rule.packed),
         )
     check_opt(leaves.values(), mesh, batch.axes)
+    check_products(leaves, decided, mesh)
     check_kinds(leaves.values(), {path: d.rule for path, d in decided.items()}, mesh)
     return leaves

@@ -81,9 +81,10 @@ def make_train_step(
             cannot be traced run as they are, and so do those whose graph differs from them at its first call, such as
             units with dropout inside of attention under Inductor on the CPU; ``step.units`` names them, and says why.
         remat: which units are computed again in their backward, so that less memory is held between the two: None, for
-            none; ``"all"``; a policy of ``fs.checkpoint_policies``, which says whose results are kept nevertheless; or
-            rules ``[(glob, one of these)]`` on names of units, of which the first that matches counts; ``"**"`` matches
-            all. Gradients keep their bits.
+            none; ``"all"``; ``"offload"``, which computes nothing again, and moves what they keep to the host; a policy
+            of ``fs.checkpoint_policies``, which says whose results are kept nevertheless; or rules ``[(glob, one of
+            these)]`` on names of units, of which the first that matches counts; ``"**"`` matches all. Gradients keep
+            their bits.
         loss_scale: how the loss is scaled for the backward, ``fs.LossScale()``, which float16 needs. A step whose
             gradient is not finite is skipped on all ranks: it returns the state as it was, with a smaller scale, and
             ``metrics.skipped``. A loss that is not finite stays an error, since no scale would mend it.

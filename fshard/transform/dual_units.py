@@ -6,9 +6,9 @@ with theirs, and returns results with theirs. So the engine sees where each unit
 schedule can gather ahead and leave reductions in flight.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -24,14 +24,14 @@ from fshard.runtime.memory.slots import storage_of
 from fshard.torch_internals import (
     DisableFuncTorch,
     DisableTorchFunctionSubclass,
-    below_transform,
+    below_transforms,
     disable_current_modes,
-    forward_level,
     forward_parts,
+    transforms_depth,
 )
 
-Pair = tuple[Tensor, Tensor | None]
-"""A tensor and its tangent; None for a constant."""
+Pair = tuple[Tensor, Sequence[Tensor]]
+"""A leaf and its tangents; none for a frozen one."""
 
 
 class DualHandle(Tensor):
@@ -66,25 +66,24 @@ def _read(value: Any) -> Any:
     return leaf.detach() if slot.stopped else leaf
 
 
-@dataclass
 class Frame:
-    """A call of a unit beside its tensors.
+    """A call of a unit beside its tensors, as one value in which the engine looks for none.
 
-    Attributes:
+    Args:
         spec: the structure of its parameters and arguments.
         plain: the leaves of these that are no tensors, and None for each tensor.
         places: where tensors are among them: the parameters, then the others.
         trained: whether each parameter has a tangent.
+
+    Attributes:
         out: the structure of its results.
         rest: results that are no floating-point tensors, and None for each that is one.
     """
 
-    spec: Any
-    plain: list[Any]
-    places: list[int]
-    trained: list[bool]
-    out: Any = None
-    rest: list[Any] = field(default_factory=list)
+    def __init__(self, spec: Any, plain: list[Any], places: list[int], trained: list[bool]) -> None:
+        self.spec, self.plain, self.places, self.trained = spec, plain, places, trained
+        self.out: Any = None
+        self.rest: list[Any] = []
 
     def call(self, fn: Callable[..., Any], tensors: Sequence[Tensor]) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
         """The results that may have tangents, and the tensors among the others."""
@@ -120,9 +119,9 @@ class DualFunction:
     ) -> tuple[Sequence[Tensor], Sequence[Tensor], Sequence[Tensor]]:
         """The results that are floating-point tensors, their tangents, and other tensors."""
         given = iter(params["along"])
-        along = [alone(next(given)) if trained else None for trained in frame.trained]
+        directions = [alone(next(given)) if trained else None for trained in frame.trained]
         tensors = [*map(alone, params["at"]), *inputs]
-        moved = {i: t for i, t in enumerate([*along, *tangents]) if t is not None}
+        moved = {i: t for i, t in enumerate([*directions, *tangents]) if t is not None}
 
         def of(*moving: Tensor) -> Any:
             filled = list(tensors)
@@ -132,13 +131,23 @@ class DualFunction:
 
         moving: Any = jvp(of, tuple([tensors[i] for i in moved]), tuple(moved.values()), has_aux=True)
         found, along, others = moving
-        held = {storage_of(x) for x in tensors[: len(frame.trained)]}
-        if any(storage_of(out) in held for out in found):
-            raise UnitError(
-                f"an output of unit {self.__name__} is a view of one of its parameters, whose memory will hold another "
-                f"unit's weights: return a copy (.clone()), or read the parameter where it is used"
-            )
-        return found, along, others
+        refuse_views(self.__name__, found, tensors[: len(frame.trained)])
+        held = {storage_of(t) for t in directions if t is not None}
+        return found, [t.clone() if storage_of(t) in held else t for t in along], others
+
+
+def refuse_views(unit: str, found: Sequence[Tensor], leaves: Sequence[Tensor]) -> None:
+    """Refuse results of a unit that are views of its leaves.
+
+    Raises:
+        UnitError: one is.
+    """
+    held = {storage_of(x) for x in leaves}
+    if any(storage_of(out) in held for out in found):
+        raise UnitError(
+            f"an output of unit {unit} is a view of one of its parameters, whose memory will hold another unit's "
+            f"weights: return a copy (.clone()), or read the parameter where it is used"
+        )
 
 
 class Alone(torch.autograd.Function):
@@ -164,20 +173,22 @@ def alone(x: Tensor) -> Tensor:
     return made
 
 
-class DualUnits:
-    """Runs the units that one call of a loss function makes, at its level of forward differentiation.
+class TransformedUnits(ABC):
+    """Stands in for an engine while a loss function runs under transforms, at one depth of these.
 
     Args:
-        pairs: each leaf, and its tangent, as the engine has them, by path.
-        known: the units of parameters and tangents made so far.
+        pairs: each leaf, and its tangents, as the engine has them, by path.
+
+    Attributes:
+        depth: the number of transforms around the loss function.
     """
 
-    def __init__(self, pairs: Mapping[str, Pair], known: dict[Unit, Unit]) -> None:
-        self.pairs, self.known, self.level = pairs, known, forward_level()
+    def __init__(self, pairs: Mapping[str, Pair]) -> None:
+        self.pairs, self.depth = pairs, transforms_depth()
         self.duals: dict[str, Tensor] = {}
         self.slots: list[Slot] = []
 
-    def __enter__(self) -> "DualUnits":
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -201,29 +212,29 @@ class DualUnits:
         return found
 
     def leaf(self, path: str) -> Tensor:
-        """A leaf that code between units reads."""
+        """A leaf that code between units reads, as a tensor of the transforms around the loss function."""
         if path not in self.duals:
-            with below_transform():
-                primal, tangent = self.pairs[path]
-                pair = alone(primal), None if tangent is None else alone(tangent)
-            self.duals[path] = _dual(*pair)
+            with below_transforms(self.depth):  # the code may have entered others
+                self.duals[path] = self.dual(self.pairs[path])
         return self.duals[path]
 
     def call(self, unit: Unit, params: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a unit: by the engine, or as code between units where that is no plain call of it."""
         args, kwargs = tree.mapped(_read, (args, kwargs))
         held = self._held(params)
-        if forward_level() != self.level or held is None:
+        if transforms_depth() != self.depth or held is None:
             return unit.fn(tree.mapped(_read, params), *args, **kwargs)
-        given, spec = tree.flatten((params, args, kwargs))
-        places = [i for i, x in enumerate(given) if isinstance(x, Tensor)]
-        plain = [None if isinstance(x, Tensor) else x for x in given]
-        frame = Frame(spec, plain, places, [along is not None for _, along in held])
-        inputs = [forward_parts(given[i], self.level) for i in places[len(held) :]]
-        with below_transform():
-            found, along, others = self._run(unit, held, inputs, frame)
-            pairs = [(alone(x), alone(t)) for x, t in zip(found, along, strict=True)]
-        return frame.result([_dual(*pair) for pair in pairs], others)
+        slot = slot_of(held[0][0])
+        assert slot is not None
+        return self.run(slot.engine, unit, held, (params, args, kwargs))
+
+    @abstractmethod
+    def dual(self, pair: Pair) -> Tensor:
+        """A leaf with its tangents, under the transforms around the loss function."""
+
+    @abstractmethod
+    def run(self, engine: Any, unit: Unit, held: list[Pair], given: Any) -> Any:
+        """The result of a unit that reads these leaves, of its parameters and arguments, by the engine."""
 
     def _held(self, params: Any) -> list[Pair] | None:
         """The leaves of a unit, and their tangents; None if it is given others, or such that no gradient flows into."""
@@ -233,16 +244,44 @@ class DualUnits:
             return None
         return [self.pairs[slot.path] for slot in slots]
 
-    def _run(self, unit: Unit, held: list[Pair], inputs: list[Pair], frame: Frame) -> Any:
+
+class DualUnits(TransformedUnits):
+    """Runs units under one forward derivative, in the graph of plain autograd.
+
+    Args:
+        pairs: each leaf, and its tangent.
+        known: the units of parameters and tangents made so far.
+    """
+
+    def __init__(self, pairs: Mapping[str, Pair], known: dict[Unit, Unit]) -> None:
+        super().__init__(pairs)
+        self.known = known
+
+    def dual(self, pair: Pair) -> Tensor:
+        """A leaf with its tangent."""
+        with below_transforms(self.depth - 1):
+            primal, tangents = alone(pair[0]), [alone(x) for x in pair[1]]
+        return make_dual(primal, tangents[0]) if tangents else primal
+
+    def run(self, engine: Any, unit: Unit, held: list[Pair], given: Any) -> Any:
+        """The result of a unit."""
+        leaves, spec = tree.flatten(given)
+        places = [i for i, x in enumerate(leaves) if isinstance(x, Tensor)]
+        plain = [None if isinstance(x, Tensor) else x for x in leaves]
+        frame = Frame(spec, plain, places, [bool(along) for _, along in held])
+        inputs = [forward_parts(leaves[i], self.depth) for i in places[len(held) :]]
         if (made := self.known.get(unit)) is None:
             made = self.known[unit] = Unit(unit.name, DualFunction(unit))
-        params = {"at": [one for one, _ in held], "along": [other for _, other in held if other is not None]}
-        slot = slot_of(held[0][0])
-        assert slot is not None
-        return slot.engine.call(made, params, (frame, [x for x, _ in inputs], [t for _, t in inputs]), {})
+        params = {"at": [one for one, _ in held], "along": [along[0] for _, along in held if along]}
+        with below_transforms(self.depth - 1):
+            called = frame, [x for x, _ in inputs], [t for _, t in inputs]
+            found, along, others = engine.call(made, params, called, {})
+            pairs = [(alone(x), alone(t)) for x, t in zip(found, along, strict=True)]
+        return frame.result([make_dual(*pair) for pair in pairs], others)
 
 
-def _dual(primal: Tensor, tangent: Tensor | None) -> Tensor:
+def make_dual(primal: Tensor, tangent: Tensor) -> Tensor:
+    """A tensor with a tangent, at the level of the innermost transform."""
     make: Any = torch.autograd.forward_ad.make_dual
-    dual: Tensor = primal if tangent is None else make(primal, tangent)
+    dual: Tensor = make(primal, tangent)
     return dual

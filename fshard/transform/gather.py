@@ -18,10 +18,11 @@ from fshard.collectives.linear import Gather, LinearCollective, Scatter, Vary, a
 from fshard.collectives.ranks import Ranks
 from fshard.collectives.scope import bind
 from fshard.errors import TransformError
-from fshard.model.casting import make_casting
 from fshard.model.remat_function import remat
 from fshard.model.unit import Slot, Unit, attach, slot_of
+from fshard.sharding.float8_leaves import refuse_float8
 from fshard.sharding.layout import Group
+from fshard.sharding.leaf import casting_of
 from fshard.sharding.owners import ROOT
 from fshard.sharding.plan import Plan
 from fshard.state.flat_maps import cut_leaves, join_pieces
@@ -30,6 +31,7 @@ from fshard.torch_internals import DisableFuncTorch, disable_current_modes
 
 def gather(plan: Plan, group: Group, pieces: Sequence[Tensor]) -> list[Tensor]:
     """The compute leaves of a group, varying over every data axis that does not cut them."""
+    refuse_float8(plan.leaves)
     if not group.trainable:
         pieces = [piece.detach() for piece in pieces]
     if group.kinds.hosted:
@@ -162,7 +164,7 @@ class Resharding:
     ) -> None:
         self.plan, self.flat, self.handshake, self.versions = plan, flat, handshake, versions
         self.places = plan.places()
-        self.casting = make_casting(plan.precision, {path: leaf.precision for path, leaf in plan.leaves.items()})
+        self.casting = casting_of(plan.precision, plan.leaves)
         self.kept: dict[int, list[Tensor]] = {}
         self.slots: list[Slot] = []
 

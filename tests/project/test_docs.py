@@ -89,7 +89,7 @@ def test_parallel() -> None:
 
 
 def test_memory_kinds(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(ROOT / "docs" / "memory-kinds.md") == 1
+    assert run(ROOT / "docs" / "memory-kinds.md") == 2
     assert "in host memory" in capsys.readouterr().out
 
 

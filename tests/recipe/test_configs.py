@@ -80,6 +80,10 @@ def told(capsys: pytest.CaptureFixture[str], *changes: str, ranks: int = 2) -> s
     return capsys.readouterr().err
 
 
+STAGED = ("mesh.shape=[2, 1]", "mesh.axes=['stage', 'data']", "mesh.stages=stage")
+"""Changes that cut a model into stages."""
+
+
 @pytest.mark.parametrize(
     ("old", "new", "says"),
     [
@@ -158,6 +162,11 @@ def test_a_mistake_is_said_with_its_line(
         ),
         (["model.units=['nothing']"], "command line: model.units = ['nothing']: units: 'nothing' matches no submodule"),
         (["mesh.batch=['model']"], "command line: mesh.batch = ['model']: give some of mesh.axes, data"),
+        (["mesh.stages=pipe"], "command line: mesh.stages = 'pipe': give one of mesh.axes, data, and another for"),
+        (["step.pipeline=zbv"], "command line: step.pipeline = 'zbv': orders are those of stages: give mesh.stages"),
+        ([*STAGED, "step.pipeline=zbv", "step.schedule=auto"], "step.schedule = 'auto': it chooses the order"),
+        ([*STAGED, "mesh.leaves=[['a']]"], "mesh.leaves = [['a']]: ['a'] is no leaf of stages: give [pattern, stage"),
+        ([*STAGED, "mesh.leaves=[['embed.*', 7]]"], "command line: mesh.leaves = [['embed.*', 7]]: fs.Stages(leaves=)"),
         (["rate.warmup=5"], "command line: rate.warmup = 5: give fewer steps than the 2 of the run"),
         (["rate.floor=1.0"], "command line: rate.floor = 1.0: give at most rate.peak = 0.0003"),
         (["out=text.txt/run"], "command line: out = 'text.txt/run': no folder can be there: give another path"),

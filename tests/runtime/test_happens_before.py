@@ -164,7 +164,9 @@ CASES = {
     "host, exports": replace(LANES["host, default"], look=exported),
 }
 NAMES = [
-    name for name in CASES if " on the host" not in name and not name.startswith("host") and "snapshots" not in name
+    name
+    for name in CASES
+    if not name.startswith("kept on the host") and not name.startswith("host") and "snapshots" not in name
 ]
 TRIED = {
     "flat, default": 4,
@@ -179,6 +181,7 @@ TRIED = {
     "feedback": 5,
     "low rank": 5,
     "secondary": 5,
+    "activations on the host": 7,
     "replicas apart": 6,
     "collectives of every kind": 10,
 }
@@ -188,6 +191,12 @@ ITS_OWN = {
     "packed updates": ("event: updated",),
     "low rank": ("event: Replicas._exact", "wait for replica_reduce(replica)"),
     "secondary": ("event: Actions._now < Actions._regather",),
+    "activations on the host": (
+        "event: ActivationCopies.come",
+        "event: ActivationCopies.leave",
+        "wait: CopyHandle.wait < HostedActivations.came",
+        "wait: CopyHandle.wait < HostedActivations.left",
+    ),
     "replicas apart": ("event: Exchange._start", "wait for exchange(replica)"),
     "collectives of every kind": tuple(f"event: {how} <" for how in ("exchange", "permute", "ragged", "scatter_sum")),
 }

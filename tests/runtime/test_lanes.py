@@ -12,7 +12,7 @@ from torch.nn import functional as F  # noqa: N812
 import fshard as fs
 from fshard import P, tree
 from fshard.collectives import pmean
-from tests.shared.lanes import LaneError, laned
+from tests.shared.lanes import LaneError, copies, laned
 
 LAYERS, WIDTH, ROWS = 4, 6, 16
 HOST = "unpinned_host"
@@ -36,6 +36,20 @@ def loss(p: Any, batch: Tensor) -> Tensor:
 def spoken(p: Any, batch: Tensor) -> Tensor:
     """The same with a collective of its own in it."""
     return loss(p, batch - pmean(batch.mean(), "shard"))
+
+
+@fs.unit
+def inner(p: Any, x: Tensor) -> Tensor:
+    """Keeps what nobody else holds, and what the next one keeps too."""
+    return torch.tanh(torch.sigmoid(F.linear(x, p["w"], p["b"])))
+
+
+def keeping(p: Any, batch: Tensor) -> Tensor:
+    """Layers of it, of which the first runs twice."""
+    x = batch
+    for number in (*range(LAYERS), 0):
+        x = inner(p[str(number)], x)
+    return (x * p["scale"]).square().mean()
 
 
 def params() -> dict[str, Any]:
@@ -109,7 +123,8 @@ def trained(case: Case, lane: str) -> tuple[Any, list[str]]:
             leaves = tree.leaves(fs.unshard(fs.settle(state).params, plan))
             return (numbers, [x.tolist() for x in leaves]), seen
 
-    return fs.virtual_mesh(*case.axes).run(rank)[0]
+    with copies(lane):
+        return fs.virtual_mesh(*case.axes).run(rank)[0]
 
 
 CASES = {
@@ -117,6 +132,10 @@ CASES = {
     "bfloat16": Case(*LAYOUTS["hsdp"], {}, fs.Precision(torch.bfloat16, torch.bfloat16, inputs=True)),
     "a collective of the program": Case(*LAYOUTS["flat"], {"accumulate": 2}, fn=spoken),
     "a collective, computed again": Case(*LAYOUTS["flat"], {"remat": "all"}, fn=spoken),
+    "activations on the host": Case(*LAYOUTS["flat"], {"remat": "offload", "accumulate": 2, "debug": True}, fn=keeping),
+    "activations on the host, far ahead": Case(
+        *LAYOUTS["hsdp"], {"remat": fs.checkpoint_policies.offload(prefetch=2), "schedule": fs.Policy(3, 2)}
+    ),
     "packed": Case(*LAYOUTS["hsdp"], {}, wire=fs.Wire(gather="int8", reduce="int8", block=16)),
     "packed updates": Case(*LAYOUTS["opt axes"], {}, wire=fs.Wire(update="int8", block=16)),
     "feedback": Case(*LAYOUTS["hsdp"], {}, wire=fs.Wire(reduce={"replica": "int4"}, feedback=True, block=16)),

@@ -170,13 +170,13 @@ def test_units_of_different_policies_do_not_share_a_graph() -> None:
 @pytest.mark.parametrize(
     ("remat", "message"),
     [
-        ("some", "must be None, 'all', a policy"),
+        ("some", "must be None, 'all', 'offload', a policy"),
         ([("a", "some")], "'some' is not a policy"),
         ([(r"[0-9]\.\d", "all")], r"(?s)match no unit.*\[0-9\]"),
         ([("*[z-a]", "all")], "is not a glob: bad character range"),
         ([(".*", "all")], r"(?s)'\.\*'; these are globs, not regular expressions: write '\*\*'"),
-        ([("a",)], "must be None, 'all', a policy"),
-        (3, "must be None, 'all', a policy"),
+        ([("a",)], "must be None, 'all', 'offload', a policy"),
+        (3, "must be None, 'all', 'offload', a policy"),
     ],
 )
 def test_what_is_no_remat_is_refused(remat: Any, message: str) -> None:

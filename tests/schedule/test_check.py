@@ -120,7 +120,11 @@ def test_random_edits_pass_only_if_still_valid(recipe: Any, data: st.DataObject)
         (Op("forward", "blocks.2"), None, ["the program has 'forward blocks.2' here"]),
         (Op("forward", "blocks.2"), Op("forward", "blocks.7"), ["'blocks.7' is not a unit of this schedule"]),
         (Op("all_gather", "blocks.2"), Op("all_gather", "x"), ["'x' is not a group of this schedule"]),
-        (Op("all_gather", "blocks.2"), Op("fetch", "blocks.2"), ["'fetch' is none of all_gather, backward"]),
+        (
+            Op("all_gather", "blocks.2"),
+            Op("fetch", "blocks.2"),
+            ["'fetch' is none of activation_fetch, activation_offload, all"],
+        ),
         (Op("all_gather", "blocks.2"), Op("all_gather", "blocks.2", 1), ["all_gather has no call index"]),
         (Op("all_gather", "blocks.2"), Op("all_gather", "blocks.2", 0, 1), ["all_gather has no microbatch"]),
     ],

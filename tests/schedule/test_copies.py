@@ -102,7 +102,7 @@ def test_copies_of_nothing_are_refused() -> None:
     with pytest.raises(PlanError, match="offload u9: no such op"):
         simulate(schedule, Costs(copies={("offload", "u9"): 1.0}))
     for kind in ("update", "wait all_gather", "reduce_scatter"):
-        with pytest.raises(PlanError, match=f"{kind} u0 starts no copy: those that do are all_gather and offload"):
+        with pytest.raises(PlanError, match=f"{kind} u0 starts no copy: those that do are all_gather, offload"):
             Costs(copies={(kind, "u0"): 1.0})
     with pytest.raises(PlanError, match="offload u0 takes -1 seconds"):
         Costs(copies={("offload", "u0"): -1})

@@ -217,7 +217,7 @@ def test_the_text_of_a_step_reads_well() -> None:
         ("\nlocal\n", "\n", "gradients stands below a local"),
         ("update a from a", "update a to a", "an update is written 'GROUP from GROUP'"),
         ("update a from a", "update a\nupdate a", "group a is updated twice"),
-        ("\nlocal\n", "\nlocals\n", "'locals' is none of policy, step, group, ops, unit, forward, backward, pass"),
+        ("\nlocal\n", "\nlocals\n", "'locals' is none of policy, step, group, ops, unit, forward, backward,"),
     ],
 )
 def test_what_cannot_be_read_is_named(old: str, new: str, words: str) -> None:

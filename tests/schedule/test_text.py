@@ -132,7 +132,7 @@ def test_comments_and_blank_lines_are_skipped() -> None:
         ("forward blocks.0 blocks.1", "onward blocks.0 blocks.1", ["line 16 ", "'onward' is none of policy, step"]),
         ("forward blocks.0 blocks.1", "forward blocks.0 #x", ["line 16 ", "'#x' is not of the form #NUMBER"]),
         ("   0 handshake", "   1 handshake", ["line 19 ", "op 0 is due"]),
-        ("   0 handshake", "   0 shake", ["line 19 ", "'shake' is none of all_gather, backward"]),
+        ("   0 handshake", "   0 shake", ["line 19 ", "'shake' is none of activation_fetch, "]),
         ("2 all_gather          root", "2 all_gather", ["line 21 ", "all_gather needs a name"]),
         ("2 all_gather          root", "2 wait          root", ["line 21 ", "'wait root' is none of"]),
         ("2 all_gather          root", "2 all_gather   root root", ["line 21 ", "'root' is not of the form @NUMBER"]),

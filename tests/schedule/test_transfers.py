@@ -123,7 +123,9 @@ def test_every_kind_has_two_ops() -> None:
         assert started(row.name) is row and awaited(row.wait) is row
         assert started(row.wait) is None and awaited(row.name) is None
     present = {move.kind for group in schedule.groups for move in group.transfers}
-    assert present == set(KINDS) - {"offload", "regather", "exchange", "stage_sum", "send", "receive"}
+    beside = {row.name for row in KINDS.values() if row.stage == "activation"}  # units have them, and no group
+    assert beside == {"activation_offload", "activation_fetch"}
+    assert present == set(KINDS) - beside - {"offload", "regather", "exchange", "stage_sum", "send", "receive"}
     assert {op.kind for op in schedule if started(op.kind)} == present
     assert {op.kind for op in schedule if awaited(op.kind)} == {KINDS[kind].wait for kind in present}
 
@@ -140,6 +142,7 @@ def test_the_documentation_has_a_row_for_each_kind() -> None:
         (lambda: Transfer("gather", "state", "param"), ["'gather' is not a kind of transfer", "all_gather"]),
         (lambda: Transfer("all_gather", "state", "param", sent=-1), ["all_gather: -1 bytes sent"]),
         (lambda: Transfer("exchange", "state", "state"), ["exchange: it runs between steps: give a PeriodicTransfer"]),
+        (lambda: Transfer("activation_fetch", "host", "param"), ["activation_fetch: it moves what a unit keeps"]),
         (
             lambda: GroupInfo("a", 1, 1, 1, True, [Transfer(kind, "x", "y") for kind in ("offload", "reduce_scatter")]),  # type: ignore[arg-type]
             ["group 'a': offload, reduce_scatter; the order is update_gather, all_gather, regather, reduce_scatter"],

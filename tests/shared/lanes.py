@@ -5,17 +5,22 @@ its input. A lazy lane sends nothing before the wait: outputs hold nan until the
 error. An eager one delivers at the start, and overwrites at once what it may overwrite.
 """
 
+import ctypes
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+import pytest
+import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
 import fshard as fs
 from fshard.runtime.comm.communicator import Done
 from fshard.runtime.execution.actions import poison
+from fshard.runtime.memory.activation_copies import ActivationCopies, Copied
 
 Start = Callable[[], Any]
 
@@ -122,6 +127,54 @@ class Lane:
             if any(_overlap(tensor, out) for out in outs):
                 tensor.copy_(before)
         return Late(f"{call} on {self.name}", kept, held, start, spent or [])
+
+
+class LaneCopies(ActivationCopies):
+    """Copies of activations that take a lane.
+
+    A lazy one copies nothing before the wait: what it writes is nan until then, and a source that has changed, or whose
+    memory has been freed, is an error.
+    """
+
+    def leave(self, call: Any, sources: Sequence[Tensor]) -> Copied:
+        """To the host, at the wait."""
+        kept = [self.pool.take(source.nbytes) for source in sources]
+        return Copied(kept, LateCopy(f"the way of {call[0]} to the host", sources, kept))
+
+    def come(self, call: Any, kept: Sequence[Tensor]) -> Copied:
+        """Back, at the wait."""
+        targets = [torch.empty_like(buffer) for buffer in kept]
+        return Copied(targets, LateCopy(f"the way of {call[0]} back", kept, targets))
+
+
+class LateCopy:
+    """A copy of bytes that begins when it is waited for. It keeps no source: the runtime must."""
+
+    def __init__(self, name: str, sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
+        self.name, self.targets = name, list(targets)
+        self.sources = [(StorageWeakRef(x.untyped_storage()), x.data_ptr(), x.clone()) for x in sources]
+        for target in targets:
+            target.fill_(255)  # every floating-point dtype reads all ones as nan
+
+    def wait(self) -> None:
+        """Check what is copied, and copy it now."""
+        for (alive, at, before), target in zip(self.sources, self.targets, strict=True):
+            if alive.expired():
+                raise LaneError(f"{self.name}: a source was freed before its copy was over")
+            now = (ctypes.c_ubyte * before.numel()).from_address(at)
+            if bytes(now) != before.numpy().tobytes():
+                raise LaneError(f"{self.name}: a source has changed between start and wait")
+            target.copy_(before)
+        self.sources.clear()
+
+
+@contextmanager
+def copies(lane: str) -> Iterator[None]:
+    """Inside, copies of activations take a lane: "lazy", or "plain" and "eager", which are at once."""
+    with pytest.MonkeyPatch.context() as change:
+        if lane == "lazy":
+            change.setattr("fshard.runtime.steps.programs.ActivationCopies", LaneCopies)
+        yield
 
 
 @dataclass(frozen=True)

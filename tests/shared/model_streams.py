@@ -204,6 +204,7 @@ EVENTS = (
     "fshard.collectives.raw",
     *(f"fshard.runtime.execution.{module}" for module in ("actions", "replica_sums", "pending_update", "wires")),
     "fshard.runtime.memory.offload",
+    "fshard.runtime.memory.activation_copies",
     "fshard.checkpoint.snapshot",
     "fshard.interchange.export_plan",
     "fshard.outer_steps.outer_exchange",

@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ import fshard as fs
 from fshard import tree
 from fshard.errors import PlanError
 from fshard.schedule import check
+from fshard.transform import trace_samples
 from tests.shared.bad import Raised, attempt
 from tests.shared.virtual import Job
 from tests.transform import cases as cases
@@ -92,12 +94,63 @@ def runs() -> list[str]:
                 not torch.equal(a, b) for a, b in zip(*map(tree.leaves, (first, second)), strict=True)
             )
             out += ["record"] * (product.record != product.schedule.ops)
+        return out + forwards(plan, params, along, x)
+
+
+def forwards(plan: fs.Plan, params: Any, along: Any, x: Any) -> list[str]:
+    """The same of tools that take no gradient."""
+    out, kind = [], cases.reference(cases.mean_loss)
+    slope, key = fs.func.jvp(cases.mean_loss, plan), fs.random.key(2)
+    want = F.jvp(lambda p: kind(p, X), (cases.whole(),), (cases.directions(),))
+    out += differences(slope(params, along, x), want, plan, "slope")
+    with patch.object(trace_samples, "most_together", lambda plan: 2):
+        apart = fs.func.hessian_trace_samples(cases.weighted_loss, plan, 3)
+    together = fs.func.hessian_trace_samples(cases.weighted_loss, plan, 3)
+    found, other = together(params, x, key), apart(params, x, key)
+    out += differences(found, together._by_products(params, x, key), plan, "samples")
+    out += differences(other, found, plan, "two runs")
+    out += ["record"] * any(tool.record != tool.schedule.ops for tool in (slope, together, apart))
+    gathers = {tool: Counter(op.kind for op in tool.schedule)["all_gather"] for tool in (slope, together, apart)}
+    one = gathers[slope] // 2
+    trained = sum(group.trainable for group in plan.groups if group.parts > 1)
+    frozen = sum(not group.trainable for group in plan.groups if group.parts > 1)
+    assert plan.mesh.size == 1 or [*gathers.values()] == [n * trained + frozen for n in (2, 4, 3)], (gathers, one)
     return out
 
 
 @pytest.mark.parametrize("world", [1, 3])
 def test_what_ran_is_the_schedule(job: Job, world: int) -> None:
     assert not sum(job(world).run(runs), [])
+
+
+def shifts() -> list[str]:
+    """On a rank: what is wrong where tangents of results are the tangents of parameters themselves."""
+    with fs.make_mesh(*FLAT) as mesh:
+        layers = Layers(mesh)
+        shift = fs.unit(lambda p, x: x + p["0"]["bias"])
+
+        def loss(params: Any, x: Tensor) -> Tensor:
+            for number in range(UNITS):
+                x = shift(params[str(number)], torch.ones_like(x)) * layer(params[str(number)], x)
+            return x.square().mean()
+
+        layers.loss = loss  # type: ignore[method-assign]
+        product = fs.func.hvp(loss, layers.plan, schedule=fs.Policy(prefetch=0))
+        wrong, params = layers.wrong(product), fs.shard(layers.whole, layers.plan)
+        x, v = mine(layers.x, mesh), tree.map(torch.cos, params)
+        _, slope = fs.func.jvp(loss, layers.plan)(params, v, x)
+        whole_v = tree.map(torch.cos, layers.whole)
+        want = F.jvp(lambda p: loss(p, layers.x), (layers.whole,), (whole_v,))[1]
+        (sample,) = fs.func.hessian_trace_samples(loss, layers.plan, 1)(params, x, fs.random.key(0))
+        signs = fs.unshard(fs.tree.rademacher(fs.random.fold_in(fs.random.key(0), 0), layers.plan), layers.plan)
+        moved = F.jvp(F.grad(lambda p: loss(p, layers.x)), (layers.whole,), (signs,))[1]
+        curved = sum((a * b).sum() for a, b in zip(tree.leaves(moved), tree.leaves(signs), strict=True))
+        assert product.record == product.schedule.ops
+        return [f"{a} {b}" for a, b in [(wrong, 0.0), (slope, want), (sample, curved)] if abs(a - b) > 1e-12]
+
+
+def test_tangents_that_are_those_of_parameters_are_kept() -> None:
+    assert not sum(fs.virtual_mesh((2,), ("any",)).run(shifts), [])
 
 
 def departures() -> list[Any]:

@@ -2,6 +2,7 @@
 
 from fshard.runtime.engine.batch import Microbatches, leading_dims, microbatches
 from fshard.runtime.engine.engine import Engine
+from fshard.runtime.engine.hosted_activations import SavedView
 from fshard.runtime.engine.loss_result import (
     Mean,
     as_means,
@@ -29,6 +30,7 @@ __all__ = [
     "microbatches",
     "number",
     "read_loss",
+    "SavedView",
     "read_remat",
     "seeded",
 ]

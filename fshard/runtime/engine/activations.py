@@ -3,14 +3,18 @@
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from fshard import tree
+from fshard.runtime.comm import Done
 from fshard.runtime.engine.flops import formula
+from fshard.runtime.memory.activation_copies import Copied
 from fshard.schedule.footprint import Need
+from fshard.schedule.ops import Program
 from fshard.torch_internals import TorchDispatchMode
 
 _ATEN = torch.ops.aten
@@ -86,6 +90,46 @@ class _Bare:
         return most
 
 
+class TracedCopies:
+    """Copies of a trace: nothing is copied, and what comes back counts as made.
+
+    Args:
+        activations: what follows storages.
+
+    Attributes:
+        hosted: the bytes that move before and after the compute ops of calls, by kind, unit and call.
+    """
+
+    def __init__(self, activations: "Activations") -> None:
+        self.activations = activations
+        self.hosted: dict[tuple[str, str, int], int] = {}
+
+    def leave(self, call: tuple[str, int], sources: Sequence[Tensor]) -> Copied:
+        """Count what leaves."""
+        return Copied(self._like("forward", call, sources), Done())
+
+    def come(self, call: tuple[str, int], kept: Sequence[Tensor]) -> Copied:
+        """Count what comes back."""
+        targets = self._like("backward", call, kept)
+        for target in targets:
+            self.activations.note(target)
+        return Copied(targets, Done())
+
+    def drop(self, kept: Sequence[Tensor]) -> None:
+        """Nothing was kept."""
+
+    def _like(self, kind: str, call: tuple[str, int], tensors: Sequence[Tensor]) -> list[Tensor]:
+        self.hosted[kind, *call] = sum([x.nbytes for x in tensors])
+        with self.activations.outside():
+            return [torch.empty_like(x) for x in tensors]
+
+    def told(self, program: Program, needs: Sequence[Need]) -> tuple[Need, ...]:
+        """The needs of a program's compute ops, with what moves."""
+        ops = zip(program.computes, needs, strict=True)
+        moved = self.hosted
+        return tuple([replace(need, hosted=moved.get((op.kind, op.target, op.index), 0)) for op, need in ops])
+
+
 class Activations(TorchDispatchMode):
     """Follows storages from the operator that makes them to their end, and counts floating-point operations.
 
@@ -156,7 +200,7 @@ class Activations(TorchDispatchMode):
             return out
         for x in (out,) if isinstance(out, Tensor) else tree.leaves(out):
             if isinstance(x, Tensor):
-                self._note(x)
+                self.note(x)
         self._use(args)
         count = formula(func)
         if count is not None:
@@ -169,7 +213,8 @@ class Activations(TorchDispatchMode):
             self.moved += _bytes(read) + made if made else 0  # else it asks for a device, or the like
         return out
 
-    def _note(self, x: Tensor) -> None:
+    def note(self, x: Tensor) -> None:
+        """A tensor was made; its storage counts from here on, if it is new."""
         if x.layout is not torch.strided:
             return  # a sparse tensor: its parts were noted when they were made
         storage = x.untyped_storage()

@@ -29,9 +29,10 @@ from fshard.model.casting import note_dtypes
 from fshard.model.remat_function import exact
 from fshard.model.unit import Unit
 from fshard.runtime.engine.batch import BatchWatch
+from fshard.runtime.engine.hosted_activations import HostedKey, hosting
 from fshard.runtime.engine.parameters import Parameters
 from fshard.runtime.engine.proxies import Mispredicted
-from fshard.runtime.engine.remat_rules import NO_REMAT, Remat, reentrant_refused
+from fshard.runtime.engine.remat_rules import NO_REMAT, Remat, reentrant_refused, transforming
 from fshard.runtime.engine.saved_hooks import without_parameters
 from fshard.runtime.engine.units import GRAD, VERSION, Called, UnitReads, Units, bare
 from fshard.runtime.graphs import Compiled
@@ -126,6 +127,8 @@ class Engine:
     def stop(self) -> None:
         """The program is over, or has failed: no gradient is left on a leaf, and units can no longer be called."""
         ended, self.executor = self.executor is None, None
+        if self.units.activations is not None:
+            self.units.activations.stop()
         if not ended and not bare(self.slots.trained):
             for leaf in self.slots.trained:
                 leaf.grad = None
@@ -172,11 +175,10 @@ class Engine:
             versions = list(map(VERSION, watched))
         self.inside, self.passed = name, inputs
         try:
-            if saved_tensors_hooks(False) is None:
+            if self.units.activations is None and saved_tensors_hooks(False) is None:
                 result = function(*args, **kwargs)
             else:
-                with without_parameters(self.slots):
-                    result = function(*args, **kwargs)
+                result = self._hooked((name, index), function, args, kwargs)
         except Exception as error:
             if isinstance(error, RuntimeError) and "in-place operation" in str(error):
                 raise _forbidden(unit, called, args, kwargs) from error
@@ -189,6 +191,17 @@ class Engine:
             raise reads.written(name, watched, versions)
         self._mark(BackwardMark(self, name, index), reads, _tensors(result), inputs)
         return result
+
+    def _hooked(self, call: HostedKey, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Any:
+        """Return the result of a function under hooks on what autograd saves: a user's, or those that move it."""
+        moves = hosting(self.units.activations, call)
+        try:
+            with moves or without_parameters(self.slots):
+                return function(*args, **kwargs)
+        except RuntimeError as error:
+            if moves is not None and "saved tensor hooks" in str(error):
+                raise transforming(call[0]) from error
+            raise
 
     def _mark(
         self, mark: "BackwardMark", reads: UnitReads, outputs: Sequence[Tensor], inputs: Sequence[Tensor]
@@ -230,6 +243,8 @@ class Engine:
 
         A loss itself stays as it is, since its graph is still needed.
         """
+        if self.units.activations is not None:
+            self.units.activations.begin(batch)
         params = self.parameters.tree()
         versions = self.parameters.versions()
         watched = BatchWatch(batch, train)
@@ -277,6 +292,11 @@ class Engine:
                 self._collect_outside(group, numbers, leaves)
         self.under_way = name
         return True
+
+    def kept(self, name: str, index: int, saved: list[Any]) -> list[Any]:
+        """Values that a graph of a call has saved, or what is kept in the place of those that leave for the host."""
+        moves = self.units.activations
+        return saved if moves is None or (name, index) not in moves.calls else moves.saved((name, index), saved)
 
     def leave_backward(self, shared: bool) -> None:
         """The backward of the unit under way is over; with ``shared`` some of its gradients are still on their way."""

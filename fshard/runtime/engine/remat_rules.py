@@ -13,11 +13,11 @@ from typing import Any, Protocol
 import torch
 
 from fshard.errors import LossError, PlanError, RematError, lines
-from fshard.model.checkpoint_policies import SavePolicy, everything, nothing
+from fshard.model.checkpoint_policies import SavePolicy, everything, nothing, offload
 from fshard.model.checkpointed import checkpointed
 from fshard.model.foreign_objects import held, opaque
 from fshard.patterns import escaped, glob_matches, glob_meant
-from fshard.schedule.ops import ROOT
+from fshard.schedule.ops import ROOT, Program
 
 ANY = "**"
 """The glob of all units."""
@@ -37,17 +37,40 @@ class Remat:
 
     def of(self, unit: str) -> SavePolicy | None:
         """The policy for a unit; None if autograd keeps what it wants."""
-        found = next((policy for pattern, policy in self.rules if glob_matches(pattern, unit)), everything)
+        found = self._policy(unit)
         return None if found.ops is None else found
 
-    def check(self, units: Iterable[str]) -> None:
+    def hosted(self, program: Program) -> dict[str, int]:
+        """The units of a program that keep on the host what their backward reads, and how far ahead it comes back."""
+        if not self.offloads:
+            return {}
+        found = {call.unit: self._policy(call.unit).ahead for call in program.backward}
+        return {unit: ahead for unit, ahead in found.items() if ahead}
+
+    @property
+    def offloads(self) -> bool:
+        """Tell whether a rule keeps activations on the host."""
+        return any([policy.ahead for _, policy in self.rules])
+
+    def _policy(self, unit: str) -> SavePolicy:
+        return next((policy for pattern, policy in self.rules if glob_matches(pattern, unit)), everything)
+
+    def check(self, units: Iterable[str], leaves: Iterable[str] = ()) -> None:
         """Refuse rules for units that there are not.
 
+        Args:
+            units: the names of units.
+            leaves: the paths of parameters, which are no units.
+
         Raises:
-            PlanError: a pattern matches none of these.
+            PlanError: a pattern matches none of these units.
         """
         names = sorted(set(units) - {ROOT})
         missed = [glob for glob, _ in self.rules if not any(glob_matches(glob, name) for name in names)]
+        for glob, policy in self.rules:
+            path = next((path for path in leaves if glob in missed and policy.ahead and glob_matches(glob, path)), "")
+            if path:
+                raise donated(glob, path, names)
         if missed and [glob for glob, _ in self.rules] != [ANY]:  # "all" of none is fine
             idle = [f"{glob!r}{glob_meant(glob, names)}" for glob in missed]
             remedy = f"Globs must match a whole name; there are {', '.join(names) or 'no units'}."
@@ -76,7 +99,7 @@ class Remat:
                 result = checkpointed(functools.partial(inside, **kwargs), *args, **options)
             except RuntimeError as error:
                 if "saved tensor hooks" in str(error):
-                    raise _transforming(unit) from error
+                    raise transforming(unit) from error
                 raise
             changed = [type(value).__name__ for value, before in objects if held(value) != before]
             if changed:
@@ -87,6 +110,23 @@ class Remat:
 
 
 NO_REMAT = Remat()
+
+
+def donated(glob: str, path: str, units: Sequence[str]) -> PlanError:
+    """The error of a rule that offloads a parameter, whose memory is the state's."""
+    return PlanError(
+        f"remat=[({glob!r}, 'offload')] names {path}, a parameter: its memory is that of the state, which each step "
+        f"donates, and of the arena. What leaves are activations of units: {', '.join(units) or 'there are none'}. To "
+        f"keep parameters on the host give fs.Rule({path!r}, ..., memory_kind='pinned_host')"
+    )
+
+
+def differentiated(units: Sequence[str]) -> PlanError:
+    """The error of units that are to be offloaded, and that the loss differentiates itself."""
+    return PlanError(
+        f"remat='offload': the loss function differentiates {', '.join(units)} itself, which reads in the forward what "
+        f"would be on the host: leave {'it' if len(units) == 1 else 'them'} out, remat=[({units[0]!r}, None), ...]"
+    )
 
 
 def again(units: Sequence[str]) -> Remat:
@@ -102,10 +142,11 @@ def own_generator(unit: str) -> PlanError:
     )
 
 
-def _transforming(unit: str) -> RematError:
+def transforming(unit: str) -> RematError:
+    """The error of a unit that takes gradients where PyTorch has hooks on what is saved."""
     return RematError(
-        f"unit {unit} takes gradients by torch.func, which cannot run where it would be computed again: leave it out, "
-        f"remat=[({unit!r}, None), ...], or use compile='fx', whose graphs hold the gradients too"
+        f"unit {unit} takes gradients by torch.func, which cannot run where it would be computed again or offloaded: "
+        f"leave it out, remat=[({unit!r}, None), ...], or use compile='fx', whose graphs hold the gradients too"
     )
 
 
@@ -150,15 +191,15 @@ def read_remat(given: Any) -> Remat:
     """
     if given is None:
         return Remat()
-    if given == "all" or isinstance(given, SavePolicy):
+    if given in ("all", "offload") or isinstance(given, SavePolicy):
         return Remat(((ANY, _policy(given)),))
     if isinstance(given, Sequence) and not isinstance(given, str):
         pairs = [rule for rule in given if isinstance(rule, tuple) and len(rule) == 2 and isinstance(rule[0], str)]
         if len(pairs) == len(given):
             return Remat(tuple((pattern, _policy(policy)) for pattern, policy in pairs))
     raise PlanError(
-        f"remat={given!r} must be None, 'all', a policy of fs.checkpoint_policies, or a list of (glob of units, one of "
-        f"these)"
+        f"remat={given!r} must be None, 'all', 'offload', a policy of fs.checkpoint_policies, or a list of (glob of "
+        f"units, one of these)"
     )
 
 
@@ -167,6 +208,6 @@ def _policy(given: Any) -> SavePolicy:
         return everything
     if isinstance(given, SavePolicy):
         return given
-    if given == "all":
-        return nothing
-    raise PlanError(f"remat: {given!r} is not a policy: give None, 'all', or one of fs.checkpoint_policies")
+    if given in ("all", "offload"):
+        return nothing if given == "all" else offload()
+    raise PlanError(f"remat: {given!r} is not a policy: give None, 'all', 'offload', or one of fs.checkpoint_policies")

@@ -10,6 +10,7 @@ from torch import Tensor
 from fshard import tree
 from fshard.errors import UnitError
 from fshard.model.unit import Unit, slot_of
+from fshard.runtime.engine.hosted_activations import HostedActivations
 from fshard.runtime.engine.proxies import Proxy
 from fshard.runtime.engine.remat_rules import Remat
 from fshard.runtime.memory import Slots
@@ -107,11 +108,13 @@ class Units:
 
     Attributes:
         reads: what each reads, by name.
+        activations: what moves their activations to the host and back; None if nothing does.
     """
 
     def __init__(self, plan: Plan, slots: Slots, remat: Remat, engine: Any) -> None:
         self.reads: dict[str, UnitReads] = {}
         self._plan, self._slots, self.remat, self._engine = plan, slots, remat, engine
+        self.activations: HostedActivations | None = None
         self._names: dict[tuple[str, tuple[object, ...]], str] = {}
         self._trees: dict[Unit, tuple[Any, Called]] = {}
 

@@ -5,24 +5,23 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from types import MappingProxyType
 from typing import Any
-from weakref import ref
 
 import torch
 from torch import Tensor
 
-from fshard.runtime.comm import Done, Handle, packing
+from fshard.runtime.comm import Done, Handle
 from fshard.runtime.comm.communicators import Communicators
 from fshard.runtime.comm.device_streams import Event, events
-from fshard.runtime.comm.packing import Kernels
+from fshard.runtime.engine.hosted_activations import HostedActivations
 from fshard.runtime.execution.pending_update import Update
 from fshard.runtime.execution.replica_sums import ReplicaBuffers, Replicas
-from fshard.runtime.execution.shards import Shard, Shards
+from fshard.runtime.execution.resident import Resident, Standing
+from fshard.runtime.execution.shards import Shards
 from fshard.runtime.execution.wires import gathered, scattered, updated
 from fshard.runtime.memory.allocation import allocate, deallocate
 from fshard.runtime.memory.gradients import FlatGradients, GradientBuffers
 from fshard.runtime.memory.optimizer_layout import RESIDUAL
 from fshard.runtime.memory.slots import GroupSlots, Slots, pack, unpack
-from fshard.runtime.memory.step_memory import StepMemory
 from fshard.schedule.infos import secondary_axes
 from fshard.schedule.ops import Op
 from fshard.schedule.transfers import awaited, started
@@ -35,68 +34,6 @@ Run = Callable[[], None]
 """An op that is bound to the memory that it works on."""
 
 Verbs = Mapping[str, tuple[Callable[[Any], Handle], Callable[[Any], None]]]
-
-
-class Resident:
-    """This rank's shards, in the dtypes that units read.
-
-    Args:
-        memory: the memory of the step, with room for casts, and copies to and from host memory.
-        kernels: compiled ones that pack.
-    """
-
-    def __init__(self, memory: StepMemory, kernels: Kernels = packing.no_kernels) -> None:
-        self.casts, self.offload, self.kernels = memory.casts, memory.offload, kernels
-        self.follow = memory.follow
-        self.shards: Sequence[Shard] = ()
-        self.fresh: set[int] = set()  # groups whose cast is that of the shard
-
-    def start(self, shards: Sequence[Shard]) -> None:
-        """Begin a step on these shards."""
-        self.shards = shards
-        self.fresh.clear()
-
-    def read(self, group: Group) -> Tensor:
-        """The shard of a group, cast at most once an update."""
-        param, cast = self.shards[group.id].param, self.casts.get(group.id)
-        if group.packed is not None and param.dtype != torch.uint8:  # made by code between passes, or of a tree
-            return packing.packed(param, group.packed, self.kernels)
-        if cast is None:
-            return param
-        if group.id not in self.fresh:
-            if group.kinds.hosted:  # the cast of the step before, or the shard, may be on its way
-                self.offload.synchronize(group, group.kinds.update == "device")
-            convert(group, param, cast, self.kernels)
-            self.fresh.add(group.id)
-        return cast
-
-
-def convert(group: Group, shard: Tensor, cast: Tensor, kernels: Kernels) -> None:
-    """Make the copy of a shard that is gathered, or that units read."""
-    form = group.wires.get("all_gather")
-    if form is None:
-        cast.copy_(shard)
-    else:
-        (packing.pack if group.gathered else packing.rounded)(shard, form, cast, kernels)
-
-
-class Standing:
-    """The groups that are not gathered: their leaves are views of this rank's shards, or of casts of them."""
-
-    def __init__(self, slots: Slots, resident: Resident) -> None:
-        self.groups = {one.group.id: one for one in slots.groups if not one.group.gathered}
-        self.resident = resident
-        self.converted = bool(resident.casts) or any([one.group.packed for one in self.groups.values()])
-        self.bound: Callable[[], Shards | None] = lambda: None
-
-    def bind(self, shards: Shards, waits: bool) -> None:
-        """Make the leaves views of these shards; with ``waits``, of casts that will be made once these are updated."""
-        if self.bound() is shards and not self.converted:
-            return
-        for group, slots in self.groups.items():
-            cast = self.resident.casts.get(group) if waits and slots.group.trainable else None
-            slots.bind_resident(self.resident.read(slots.group) if cast is None else cast)
-        self.bound = ref(shards)
 
 
 class Actions:
@@ -126,6 +63,7 @@ class Actions:
         self.sums: dict[int, Tensor] = {}  # those that are made in the staging, by group
         self.second: dict[int, Tensor] = {}  # secondary shards, by group
         self.standing = Standing(slots, resident)
+        self.activations: HostedActivations | None = None  # what moves them to the host and back
 
     def beside(self, slots: Slots, comms: Communicators, gradients: FlatGradients) -> "Actions":
         """The actions of another program that reads the same shards in the same step: what is readable is shared."""
@@ -174,8 +112,15 @@ class Actions:
     def bind(self, ops: Sequence[Op]) -> list[Run | None]:
         """Return what to call for each op; None for those that the executor performs itself."""
         by_name = {slots.group.name: slots for slots in self.slots.groups}
-        verbs = self._verbs()
-        return [self._bound(op, by_name[op.target], verbs) if op.target in by_name else None for op in ops]
+        verbs, moves = self._verbs(), {} if self.activations is None else self.activations.verbs()
+        return [
+            partial(moves[op.kind], (op.target, op.index))
+            if op.kind in moves
+            else self._bound(op, by_name[op.target], verbs)
+            if op.target in by_name
+            else None
+            for op in ops
+        ]
 
     def _bound(self, op: Op, slots: GroupSlots, verbs: Verbs) -> Run | None:
         row = started(op.kind) or awaited(op.kind)

@@ -4,7 +4,7 @@ A program that skips calls of the schedule costs nothing but time: their communi
 issue the same collectives in one order. A call that is not ahead raises ``Mispredicted``: all ranks run it again.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from time import perf_counter
 from typing import TypeVar
 
@@ -12,7 +12,7 @@ from fshard.errors import CommError, ScheduleError
 from fshard.runtime.engine.proxies import Mispredicted
 from fshard.runtime.execution.route import Observer, Route, ScheduleActions
 from fshard.runtime.execution.signals import Shield
-from fshard.schedule.ops import COMPUTE_KINDS, ROOT, Call, Op, Program
+from fshard.schedule.ops import COMPUTE_KINDS, ROOT, Call, Op
 
 T = TypeVar("T")
 
@@ -332,62 +332,6 @@ class OnDemand:
             self.busy = False
         self.record.append(op)
         return found
-
-
-class Tracing:
-    """Only writes down what the program does: the executor of a run on fake tensors.
-
-    Args:
-        turn: called whenever a compute op is over.
-
-    Attributes:
-        scaled: the tables whose gradients are divided by counts of the batch.
-    """
-
-    busy = False
-
-    def __init__(self, turn: Callable[[], None]) -> None:
-        self.turn = turn
-        self.forward: list[Call] = []
-        self.backward: list[Call] = []
-        self.glue: dict[int, None] = {}
-        self.scaled: dict[str, None] = {}
-        self.again = Again()
-
-    def reach(self, kind: str, unit: str, index: int) -> None:
-        """Note the call."""
-        self.turn()
-        self.again.reach(kind, unit)
-        if unit != ROOT:
-            (self.forward if kind == "forward" else self.backward).append(Call(unit, index))
-
-    def touch(self, group: int) -> None:
-        """Note that code outside of units reads this group."""
-        self.glue[group] = None
-
-    def settle(self) -> None:
-        """Nothing to run."""
-
-    def readable(self, groups: Sequence[int]) -> bool:
-        """Fake leaves are always there."""
-        self.again.note(groups)
-        return True
-
-    def outside(self, group: int) -> bool:
-        """It is noted, not judged."""
-        self.glue[group] = None
-        return True
-
-
-def program_of(seen: Tracing | OnDemand, reads: Mapping[str, Sequence[int]]) -> Program:
-    """The program that an executor saw: its calls, what each unit reads, and what the code between units reads."""
-    used = {call.unit for call in seen.forward}
-    again = seen.again.reads
-    table = {
-        unit: tuple(dict.fromkeys((*groups, *again.get(unit, ())))) for unit, groups in reads.items() if unit in used
-    }
-    glue = {*seen.glue, *again.get(ROOT, ())}
-    return Program(tuple(seen.forward), tuple(seen.backward), {**table, ROOT: tuple(sorted(glue))})
 
 
 def diverged(requests: Sequence[str]) -> ScheduleError:

@@ -4,11 +4,16 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from fshard.schedule.activation_moves import FETCH, OFFLOAD
 from fshard.schedule.ops import COMPUTE_KINDS, GROUP_KINDS, Op
 from fshard.schedule.schedule import Schedule
 from fshard.schedule.transfers import started
 
 Run = Callable[[], None]
+
+SETTLED = GROUP_KINDS | {OFFLOAD.wait}
+"""Ops that need not wait for the next compute, beside those that start transfers: a device waits for copies, and its
+host does not. What comes back waits for the next compute: the memory that it takes is needed for the loss before."""
 
 
 class ScheduleActions(Protocol):
@@ -69,7 +74,7 @@ def make_route(schedule: Schedule, actions: ScheduleActions) -> Route:
     ops = schedule.ops
     settled = [*range(len(ops) + 1)]
     for at in range(len(ops) - 1, -1, -1):
-        if started(ops[at].kind) or ops[at].kind in GROUP_KINDS:
+        if ops[at].kind in SETTLED or (ops[at].kind != FETCH.name and started(ops[at].kind)):
             settled[at] = settled[at + 1]
     positions = {
         (op.kind, op.target, op.index, op.microbatch): at for at, op in enumerate(ops) if op.kind in COMPUTE_KINDS

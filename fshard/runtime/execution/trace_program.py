@@ -6,7 +6,6 @@ values cannot run so; the first real step then finds the program on demand.
 """
 
 import functools
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -17,17 +16,22 @@ from torch import Tensor, nn
 
 from fshard import tree
 from fshard.errors import RematError, UnitError, written_data
+from fshard.model.float8 import read_otherwise
 from fshard.model.foreign_objects import held, opaque
 from fshard.model.unit import slot_of
-from fshard.runtime.engine.activations import Activations
+from fshard.runtime.engine.activations import Activations, TracedCopies
 from fshard.runtime.engine.batch import check_kept, faked
 from fshard.runtime.engine.engine import Engine
 from fshard.runtime.engine.fake_fallback import FakeFallback, explaining, needs_values, quiet
+from fshard.runtime.engine.hosted_activations import HostedActivations
 from fshard.runtime.engine.loss_result import check_differentiable, foreign_loss, read_loss
 from fshard.runtime.engine.program_mode import ProgramMode
-from fshard.runtime.engine.remat_rules import NO_REMAT, Remat, own_generator
-from fshard.runtime.execution.executor import OnDemand, Tracing, program_of
+from fshard.runtime.engine.remat_rules import NO_REMAT, Remat, differentiated, own_generator
+from fshard.runtime.execution.executor import OnDemand
+from fshard.runtime.execution.trace_warnings import tell_dropping, tell_untrained
+from fshard.runtime.execution.tracing import TracedMoves, Tracing, program_of
 from fshard.runtime.memory.slots import storage_of
+from fshard.schedule.activation_moves import called
 from fshard.schedule.footprint import Need
 from fshard.schedule.ops import Program
 from fshard.sharding.mesh import Axes, Mesh
@@ -107,7 +111,7 @@ class GlueWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if self.written is not None and not isinstance(error, UnitError):
             raise self.written from error
         if self.drops and not self.train and error is None:
-            _tell_dropping()
+            tell_dropping()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Note slot leaves among the arguments, then run the op."""
@@ -162,6 +166,8 @@ class GlueWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if unit and path in self.engine.units.reads[unit].paths:
             return
         if not unit or any(leaf is x for x in self.engine.passed):  # code outside of the unit passed it on
+            if self.engine.plan.leaves[path].products is not None:
+                raise read_otherwise(path, "by code outside of units")
             self.executor.touch(self.places[path][0].id)
             return
         raise UnitError(
@@ -214,10 +220,18 @@ def trace_in(
     """
     plan = traceable(plan)
     try:
-        return _traced_in(mode, fn, plan, batch, train, remat, watched)
+        found = _traced_in(mode, fn, plan, batch, train, remat, watched)
     except RematError:  # of a unit that the eager engine cannot compute again; a graph of it may
         found = _traced_in(mode, fn, plan, batch, train, NO_REMAT, watched)
         return None if found is None else (replace(found[0], remat=remat), found[1])
+    hosted = remat.hosted(found[0].program) if found is not None and train else {}
+    if found is None or not hosted:
+        return found
+    if taken := sorted(found[0].inner.intersection(hosted)):
+        raise differentiated(taken)
+    # Where activations move to depends on all calls: a second run follows them.
+    program = replace(found[0].program, hosted=hosted)
+    return _traced_in(mode, fn, plan, batch, train, remat, watched, program)
 
 
 def traceable(plan: Plan) -> Plan:
@@ -243,6 +257,7 @@ def _traced_in(
     train: bool,
     remat: Remat,
     watched: Watched,
+    hosted: Program | None = None,
 ) -> tuple[ProgramTrace, Any] | None:
     moved: set[str] = set()
     watching: list[Activations] = []
@@ -258,7 +273,8 @@ def _traced_in(
             lambda: bool(engine.inside),
         )
         watching.append(activations)
-        seen = Tracing(activations.turn)
+        copies = TracedCopies(activations)
+        seen = Tracing(activations.turn, _moves(engine, hosted, copies))
         engine.start(seen)
         inside = without_data(batch, mode, activations, plan.mesh, own)
         with inside, GlueWatch(engine, seen, train), torch.set_grad_enabled(train):
@@ -278,10 +294,19 @@ def _traced_in(
     if not train:
         activations.turn()  # what would be the backward of the code between units
     idle = _unmoved(plan, moved) if train else ()
-    inner, needs = frozenset(engine.inner), tuple(activations.needs)
-    program = program_of(seen, groups)
+    inner, program = frozenset(engine.inner), program_of(seen, groups)
+    needs = copies.told(program, activations.needs) if hosted is not None else tuple(activations.needs)
+    program = program if hosted is None else replace(program, hosted=hosted.hosted)
     exact, again, scaled = engine.exact, activations.again, tuple(seen.scaled)
     return ProgramTrace(program, weighted, foreign, inner, needs, tuple(own), idle, exact, again, remat, scaled), result
+
+
+def _moves(engine: Engine, program: Program | None, copies: TracedCopies) -> TracedMoves | None:
+    """Return what moves activations in a run of a program whose calls are known; None without one."""
+    if program is None:
+        return None
+    engine.units.activations = moves = HostedActivations(engine.slots, called(program), copies)
+    return TracedMoves(program, moves)
 
 
 def as_fake(mode: ProgramMode, x: Tensor) -> Tensor:
@@ -321,33 +346,10 @@ def _backward(engine: Engine, result: Any) -> tuple[bool, bool]:
     foreign = [leaf for leaf in below if id(leaf) not in known]
     if below and len(foreign) == len(below):
         raise foreign_loss()
-    _tell_untrained([leaf for leaf in foreign if isinstance(leaf, nn.Parameter) or not isinstance(leaf, FakeTensor)])
+    tell_untrained([leaf for leaf in foreign if isinstance(leaf, nn.Parameter) or not isinstance(leaf, FakeTensor)])
     with torch.autograd.set_multithreading_enabled(False):  # as in a step: units find their context again
         engine.differentiate(loss.total, torch.ones_like(loss.total))
     return loss.count is not None, bool(foreign)
-
-
-def _tell_untrained(leaves: list[Tensor]) -> None:
-    """Say that a loss depends on tensors from outside that the step does not train: most often by mistake."""
-    if leaves:
-        shapes = ", ".join(str(list(leaf.shape)) for leaf in leaves[:3]) + (", ..." if len(leaves) > 3 else "")
-        kinds = " and ".join(sorted({type(leaf).__name__ for leaf in leaves}))
-        warnings.warn(
-            f"the loss depends on {len(leaves)} leaves ({kinds}) that the step neither trains nor updates, of shape "
-            f"{shapes}. A closure or a hook that names a module, such as lambda x: x * self.scale, reads the module "
-            f"that was split: use a method, or the module that a hook is given. Call another model, such as a teacher, "
-            f"under torch.no_grad()",
-            stacklevel=2,
-        )
-
-
-def _tell_dropping() -> None:
-    """Say that an evaluation runs dropout: ``module.eval()`` after the split, which users know, changes nothing."""
-    warnings.warn(
-        "an evaluation draws masks, as dropout in training does. A model has the modes of its module at fs.split, and "
-        "module.eval() later does not reach it: call model.apply(..., training=False)",
-        stacklevel=2,
-    )
 
 
 def _leaves_below(total: Tensor) -> list[Tensor]:

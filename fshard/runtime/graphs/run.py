@@ -8,9 +8,10 @@ from torch import Tensor
 
 from fshard import tree
 from fshard.errors import UnitError
-from fshard.runtime.engine import Mispredicted
+from fshard.runtime.engine import Mispredicted, SavedView
 from fshard.runtime.graphs.graph import Graph, Variant, kernels_only, resolved
 from fshard.runtime.graphs.graph_proof import strays
+from fshard.runtime.memory.slots import storage_of
 
 Claim = Callable[[Sequence[tuple[int, bool]]], bool]
 """``claim([(group, whole)])``: whether the caller may write these groups' flat gradients, instead of adding to them.
@@ -26,6 +27,9 @@ class GraphHost(Protocol):
 
     def enter_backward(self, name: str, index: int) -> bool:
         """A unit's backward begins."""
+
+    def kept(self, name: str, index: int, saved: list[Any]) -> list[Any]:
+        """Keep what a call has saved, on the host where the schedule moves it there."""
 
     def leave_backward(self, shared: bool) -> None:
         """A unit's backward ends; with ``shared`` some of its gradients are still on leaves."""
@@ -100,7 +104,6 @@ class GraphCall:
     def _attach(self, inputs: Any, outputs: Any, saved: list[Any], anchored: bool) -> Sequence[Tensor]:
         bound = self.bound
         graph = bound.graph
-        self.saved = saved
         watched_inputs, watched_outputs = graph.code.watched
         self.watched = [(inputs[i], inputs[i]._version) for i in watched_inputs]
         for i in watched_outputs:
@@ -110,6 +113,7 @@ class GraphCall:
                 if held is outputs[i]:
                     saved[place] = alias
             self.watched.append((alias, alias._version))
+        self._keep(saved)
         edges = [inputs[n] if kind == "in" else bound.leaves[n] for kind, n in graph.edges]
         if anchored or not edges:
             edges += bound.anchor
@@ -121,6 +125,13 @@ class GraphCall:
             return attached  # type: ignore[no-any-return]
         whole = dict(enumerate(outputs)) | dict(zip(wanted, attached, strict=True))
         return list(whole.values())
+
+    def _keep(self, saved: list[Any]) -> None:
+        """Keep what the forward has saved; what leaves for the host is watched where it is moved, and not held here."""
+        self.saved = self.host.kept(self.name, self.index, saved)
+        if self.saved is not saved:
+            stays = {storage_of(x) for x in self.saved if isinstance(x, Tensor)}
+            self.watched = [(x, version) for x, version in self.watched if storage_of(x) in stays]
 
     def backward(self, grads: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
         """Run the backward; return the gradients for the edges of the node."""
@@ -139,6 +150,7 @@ class GraphCall:
                     f"{tensor._version}; expected version {version} instead"
                 )
         self.watched.clear()
+        saved = [x.tensor() if isinstance(x, SavedView) else x for x in saved]
         graph = self.bound.graph
         grads = resolved(grads)
         pattern = tuple([None if grad is None else grad.stride() for grad in grads])

@@ -12,10 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fshard.model.casting import Casting, make_casting
+from fshard.model.casting import Casting
 from fshard.model.unit import Slot, attach, slot_of
 from fshard.runtime.memory.allocation import allocate, deallocate, with_memory
 from fshard.sharding.layout import Group
+from fshard.sharding.leaf import casting_of
 from fshard.sharding.mesh import Mesh
 from fshard.sharding.plan import Plan
 
@@ -105,7 +106,7 @@ class Slots:
     """
 
     def __init__(self, plan: Plan, engine: Any) -> None:
-        casting = make_casting(plan.precision, {path: leaf.precision for path, leaf in plan.leaves.items()})
+        casting = casting_of(plan.precision, plan.leaves)
         self.groups = [GroupSlots(group, plan.mesh, engine, casting) for group in plan.groups]
         self.by_path = {
             leaf.path: tensor

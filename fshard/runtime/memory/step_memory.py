@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from fshard.runtime.comm.device_streams import ComputeOrder
+from fshard.runtime.memory.activation_copies import HostPool
 from fshard.runtime.memory.allocation import deallocate
 from fshard.runtime.memory.memory_spaces import memory_space
 from fshard.runtime.memory.offload import Offload
@@ -72,6 +73,11 @@ class StepMemory:
     def offload(self) -> Offload:
         """Return what copies to and from host memory."""
         return Offload(self.plan.mesh)
+
+    @functools.cached_property
+    def host(self) -> HostPool:
+        """Return the buffers on the host in which activations wait for their backward."""
+        return HostPool(self.plan.mesh)
 
     def allocate(self) -> None:
         """Make the buffers of groups, at the first call."""

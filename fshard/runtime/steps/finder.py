@@ -39,7 +39,8 @@ class Finder:
             self._shapes[key] = shapes(batch)
             found = self._found[key] = self.again(batch, programs.remat)
             if found is not None:
-                programs.remat.check({*found.program.reads, *(group.unit for group in programs.plan.groups)})
+                units = {*found.program.reads, *(group.unit for group in programs.plan.groups)}
+                programs.remat.check(units, programs.plan.leaves)
         found = self._found[key]
         if found is not None and found.needs and (chosen := programs.remat_of(found)) != found.remat:
             self._found[key] = self.again(batch, chosen)

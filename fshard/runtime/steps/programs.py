@@ -12,18 +12,22 @@ from fshard.errors import PlanError, RematError
 from fshard.runtime.comm.communicators import Communicators
 from fshard.runtime.comm.facts import digest
 from fshard.runtime.engine.engine import UNKNOWN, Engine, Sink, Traits
+from fshard.runtime.engine.hosted_activations import HostedActivations
 from fshard.runtime.engine.origins import Debugging
 from fshard.runtime.engine.remat_rules import Remat, again
 from fshard.runtime.execution import ProgramTrace
-from fshard.runtime.execution.actions import Actions, Resident
+from fshard.runtime.execution.actions import Actions
+from fshard.runtime.execution.resident import Resident
 from fshard.runtime.execution.route import Route, make_route
 from fshard.runtime.execution.wires import compile_kernels
+from fshard.runtime.memory.activation_copies import ActivationCopies
 from fshard.runtime.memory.gradients import FlatGradients, GradientBuffers
 from fshard.runtime.memory.step_memory import StepMemory
 from fshard.runtime.steps.backends import make_cache, packing_kernels
 from fshard.runtime.steps.contests import Contest, opened
 from fshard.runtime.steps.measured_rates import Again, decided, foreseen
 from fshard.runtime.steps.step_options import RunOptions
+from fshard.schedule.activation_moves import called
 from fshard.schedule.auto import Auto, Choice
 from fshard.schedule.build import build
 from fshard.schedule.candidates import PolicyTask
@@ -244,6 +248,10 @@ class Programs:
             _tell_scaled(found.scaled)
         traits = Traits(found.program.reads[ROOT], found.foreign, found.exact)
         prepared = Prepared(*self._prepared(arena, offsets, traits, found.remat, beside), found.weighted)
+        if found.program.hosted:
+            copies = ActivationCopies(self.memory.offload, self.memory.host)
+            moves = HostedActivations(prepared.engine.slots, called(found.program), copies)
+            prepared.engine.units.activations = prepared.actions.activations = moves
         self._compiled(prepared, found)
         return prepared
 

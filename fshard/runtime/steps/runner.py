@@ -17,11 +17,13 @@ from fshard.runtime.comm import COLLECTIVES, exchange, refuse_nested
 from fshard.runtime.comm.facts import Facts, digest
 from fshard.runtime.engine.batch import check_detached, check_device, check_even, microbatches
 from fshard.runtime.engine.proxies import foreign_params
+from fshard.runtime.engine.remat_rules import differentiated
 from fshard.runtime.execution import ProgramTrace
-from fshard.runtime.execution.executor import OnDemand, Scheduled, program_of
+from fshard.runtime.execution.executor import OnDemand, Scheduled
 from fshard.runtime.execution.observers import observers_of
 from fshard.runtime.execution.route import Observer
 from fshard.runtime.execution.trace_program import GlueWatch
+from fshard.runtime.execution.tracing import program_of
 from fshard.runtime.steps.batch_rows import rows_of, uneven_rows
 from fshard.runtime.steps.consensus import (
     FAILED,
@@ -345,6 +347,10 @@ class Runner:
         """Write down the program that a run on demand has found, for a schedule."""
         engine = agreed.ready.prepared.engine
         program = program_of(executor, {name: list(read.groups) for name, read in engine.units.reads.items()})
+        hosted = self.programs.remat.hosted(program) if self.programs.train else {}
+        if taken := sorted(engine.inner.intersection(hosted)):
+            raise differentiated(taken)
+        program = replace(program, hosted=hosted)
         found = ProgramTrace(
             program, weighted, True, frozenset(engine.inner), exact=engine.exact, remat=self.programs.remat
         )

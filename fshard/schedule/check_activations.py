@@ -1,0 +1,129 @@
+"""Checking the moves of activations: each leaves once after its forward, and is there again before its backward."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from fshard.schedule.ops import Op
+from fshard.schedule.schedule import Schedule
+from fshard.schedule.step_program import Pass
+
+Key = tuple[str, int, int]
+"""A unit, its call and the microbatch."""
+
+
+@dataclass
+class HostedProgress:
+    """The progress of what one call keeps.
+
+    Attributes:
+        forward: the position of its forward among the compute ops of the step.
+        backward: that of its backward.
+        turn: that of the first backward of its microbatch.
+        ahead: computes by which it may come back ahead of its backward.
+        place: ``"device"``, ``"leaving"``, ``"host"``, ``"coming"`` or ``"back"``.
+        at: the op that moved it last.
+        since: the compute ops that were over when it began to leave.
+    """
+
+    forward: int
+    backward: int
+    turn: int
+    ahead: int
+    place: str = "device"
+    at: int = 0
+    since: int = 0
+
+    @property
+    def due(self) -> bool:
+        """Tell whether it must leave: it does not come back before the first backward."""
+        return self.backward - self.turn >= self.ahead
+
+
+class ActivationCheck:
+    """The part of an interpreter that follows activations to the host and back."""
+
+    def __init__(self, schedule: Schedule) -> None:
+        self.calls: dict[Key, HostedProgress] = {}
+        self.leaving: dict[Key, HostedProgress] = {}
+        start = microbatch = 0
+        for stage in schedule.stages.stages:
+            if isinstance(stage, Pass):
+                self._note(stage, start, microbatch)
+                microbatch += stage.accumulate
+            start += len(stage.sequence) if isinstance(stage, Pass) else 1
+
+    def take(self, at: int, op: Op, done: int) -> Iterator[str]:
+        """List what is wrong with a move, where so many compute ops are over."""
+        call = self.calls.get((op.target, op.index, op.microbatch))
+        if call is None:
+            yield f"no backward reads on the host what call {op.index} of {op.target} keeps"
+        elif op.kind == "activation_offload":
+            yield from self._leaves(op, call, done)
+            call.place, call.at, call.since = "leaving", at, done
+            self.leaving[op.target, op.index, op.microbatch] = call
+        elif op.kind == "activation_fetch":
+            yield from self._comes(op, call, done)
+            call.place, call.at = "coming", at
+        else:
+            under_way, place = ("leaving", "host") if op.kind == "wait activation_offload" else ("coming", "back")
+            if call.place != under_way:
+                yield f"no {op.kind[5:]} of {op.target} is under way"
+            call.place = place
+            self.leaving.pop((op.target, op.index, op.microbatch), None)
+
+    def compute(self, op: Op, done: int) -> Iterator[str]:
+        """List what is wrong if a compute op runs now."""
+        for (unit, _, _), call in self.leaving.items():
+            if done > call.since:  # the compute that follows its forward is over
+                yield f"activation_offload of {unit} must be waited for: a compute has run since op {call.at}"
+        own = self.calls.get((op.target, op.index, op.microbatch)) if op.kind == "backward" else None
+        if own is not None and own.place != "back" and (own.due or own.place != "device"):
+            yield f"{op.target} reads what it has kept, which is {_WHERE[own.place]}"
+
+    def leftover(self) -> tuple[int, str] | None:
+        """The op that is to blame, and how, for a move that is missing at the end; None if none is."""
+        for (unit, _, _), call in self.calls.items():
+            if call.place not in ("device", "back"):
+                return call.at, f"what {unit} keeps is moved here, and never read"
+        return None
+
+    def _leaves(self, op: Op, call: HostedProgress, done: int) -> Iterator[str]:
+        if not call.due:
+            yield f"what {op.target} keeps is read {call.backward - call.turn} computes after the first backward"
+        if call.place != "device":
+            yield f"what {op.target} keeps was moved at op {call.at}"
+        if done <= call.forward:
+            yield f"what {op.target} keeps leaves before its forward"
+        for unit, _, _ in self.leaving:
+            yield f"activation_offload of {unit} is under way; one at a time may be"
+
+    def _comes(self, op: Op, call: HostedProgress, done: int) -> Iterator[str]:
+        if call.place != "host":
+            yield f"what {op.target} keeps is {_WHERE[call.place]}"
+        if done < call.turn:
+            yield f"what {op.target} keeps comes back before the backward begins"
+        if call.backward - done > call.ahead:
+            yield f"{op.target} is differentiated {call.backward - done} computes ahead; its limit is {call.ahead}"
+
+    def _note(self, each: Pass, start: int, microbatch: int) -> None:
+        if not each.program.hosted:
+            return
+        computes, places = each.program.computes, {place: start + at for at, place in enumerate(each.sequence)}
+        first = next((number for number, op in enumerate(computes) if op.kind == "backward"), 0)
+        for number in range(each.accumulate):
+            at = {(op.kind, op.target, op.index): places[number, place] for place, op in enumerate(computes)}
+            for call in each.program.backward:
+                ahead = each.program.hosted.get(call.unit)
+                if ahead is not None:
+                    forward, backward = (at[kind, call.unit, call.index] for kind in ("forward", "backward"))
+                    key = call.unit, call.index, microbatch + number
+                    self.calls[key] = HostedProgress(forward, backward, places[number, first], ahead)
+
+
+_WHERE = {
+    "device": "on the device",
+    "leaving": "on its way to the host",
+    "host": "on the host",
+    "coming": "on its way back",
+    "back": "back already",
+}

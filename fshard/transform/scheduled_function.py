@@ -1,0 +1,176 @@
+"""Functions of parameters and their tangents on schedules, where a trace finds their programs."""
+
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fshard import tree
+from fshard.collectives.scope import SCOPE, bind
+from fshard.errors import PlanError, ShardError
+from fshard.runtime.comm.call_site import in_program
+from fshard.runtime.engine.batch import check_device, signature
+from fshard.runtime.execution import ProgramTrace, Shard, Shards, held_back
+from fshard.runtime.steps import Outcome, Runner, StepRequest, make_programs
+from fshard.runtime.steps.finder import Fn
+from fshard.runtime.steps.step_options import RunOptions
+from fshard.schedule.auto import Auto
+from fshard.sharding.plan import Plan
+from fshard.state.equal import Equal
+from fshard.state.flat import Flat, flat_of, form_of
+from fshard.torch_internals import DispatchModeKey, dispatch_mode
+from fshard.training.latest import OneFunction
+from fshard.transform.active_transforms import under_way
+from fshard.transform.tangent_plan import with_tangents
+
+UNTOLD = "parameters lie in host memory, or a leaf is named like the tangent of another one"
+"""The reason why a plan has no tangents on schedules."""
+
+
+class ScheduledFunction:
+    """A function of a plan with tangents, and of a batch, on one rank.
+
+    Args:
+        fn: the function: of a loss, if ``train``, whose gradient is taken.
+        plan: the plan as this rank holds it.
+        double: the same with tangents.
+        running: how it runs.
+        call: what ranks call it when they compare their calls.
+        train: whether it has a backward.
+
+    Attributes:
+        runner: runs it.
+    """
+
+    def __init__(self, fn: Fn, plan: Plan, double: Plan, running: RunOptions, call: str, train: bool) -> None:
+        self.plan, self.form, self.train = plan, form_of(plan), train
+        self.programs = make_programs(double, running, train=train)
+        self.runner = Runner(fn, self.programs, call)
+        self.equal = Equal(plan, {"tool": call, **running.told()})
+        self._trained = [group.id for group in plan.groups if group.trainable]
+        self._problems: dict[Hashable, str] = {}
+
+    def problem(self, batch: Any) -> str:
+        """Say why no trace finds a program for batches like this one; empty if one does.
+
+        Raises:
+            PlanError: no schedule runs the program in the memory that there is.
+        """
+        key = signature(batch)
+        if key in self._problems:
+            return self._problems[key]
+        try:
+            with bind(self.plan.mesh, self.plan.data_axes):
+                found = self.runner.finder.look(batch)
+        except Exception as error:  # the path of transforms raises it again, where it is one of the loss function
+            problem = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+            if isinstance(error, ShardError | RuntimeError):
+                self._problems[key] = problem
+            return problem
+        if found is None:
+            return "the program depends on values of the batch's tensors"
+        self._fits(found)
+        self._problems[key] = ""
+        return ""
+
+    def _fits(self, found: ProgramTrace) -> None:
+        """Refuse a program that no schedule runs in the memory that there is, before anything is sent."""
+        if isinstance(self.programs.policy, Auto) and self.programs.policy.memory is not None:
+            self.programs.trace(found)
+
+    def run(self, params: Any, directions: Sequence[Any], batch: Any) -> Outcome:
+        """The outcome at parameters and directions, trees of shards that were checked."""
+        with torch.no_grad():
+            at = flat_of(params, self.form).chunks
+            along = [flat_of(v, self.form).chunks for v in directions]
+        chunks = [at[group.id] for group in self.plan.groups]
+        chunks += [each[group] for each in along for group in self._trained]
+        shards = Shards([Shard(chunk.detach(), {}) for chunk in chunks])
+        with held_back() as shield, torch.set_grad_enabled(self.train), bind(self.plan.mesh, self.plan.data_axes):
+            return self.runner.run(StepRequest(batch, shards, shield, facts=self.equal.fixed))
+
+    def gradient(self, outcome: Outcome) -> dict[str, Any]:
+        """The gradient by the parameters, a tree of shards."""
+        homes = self.programs.memory.homes
+        # Copies: the next call overwrites the buffers of this one.
+        chunks = {group: homes[group] * outcome.verdict.scale for group in self._trained}
+        return Flat(self.form, chunks | self.form.zero_chunks()).tree()
+
+
+class Schedules:
+    """The scheduled functions of a tool: one for each rank that this process plays.
+
+    Args:
+        plan: the plan.
+        make: makes the function of a plan, and of the same with tangents.
+        tangents: the number of tangents of each leaf.
+    """
+
+    def __init__(self, plan: Plan, make: Callable[[Plan, Plan], ScheduledFunction], tangents: int = 1) -> None:
+        self.plan, self.make, self.tangents = plan, make, tangents
+        self._made: dict[int, ScheduledFunction | None] = {}
+
+    @property
+    def here(self) -> ScheduledFunction | None:
+        """The one of this rank; None where the plan has none."""
+        plan = self.plan.here
+        rank = plan.mesh.rank
+        if rank not in self._made:
+            double = with_tangents(plan, self.tangents)
+            self._made[rank] = None if double is None else self.make(plan, double)
+        return self._made[rank]
+
+    def find(self, batch: Any, given: Any) -> tuple[ScheduledFunction | None, str]:
+        """The function for a batch and other arguments, or None and the reason why the call has no schedule."""
+        mesh, scope = self.plan.here.mesh, SCOPE.get()
+        if mesh.size > 1 and mesh.transport is None:
+            return None, "the mesh has no processes"
+        if scope is not None and scope.running is not None:
+            return None, "a step function makes it"
+        if dispatch_mode(DispatchModeKey.FAKE) is not None or in_program() or torch.is_inference_mode_enabled():
+            return None, "a function that a step runs makes it"
+        if under_way([x for x in tree.leaves((batch, given)) if isinstance(x, Tensor)]):
+            return None, "a transform is under way"
+        if (found := self.here) is None:
+            return None, UNTOLD
+        problem = found.problem(batch)
+        return (None, problem) if problem else (found, "")
+
+
+class MayBeScheduled(OneFunction):
+    """A tool whose calls run on schedules where these are found.
+
+    Attributes:
+        plan: the plan.
+    """
+
+    plan: Plan
+    _schedules: Schedules
+    _unscheduled: str = ""
+
+    @property
+    def _runner(self) -> Runner:  # type: ignore[override]
+        found = self._schedules.here
+        if self._unscheduled or found is None:
+            raise PlanError(
+                f"no schedule: the latest call gathered where units run, as transforms do, since "
+                f"{self._unscheduled or UNTOLD}"
+            )
+        return found.runner
+
+    def _found(self, batch: Any, *given: Any) -> ScheduledFunction | None:
+        """The scheduled function for checked arguments; None if this call has none."""
+        found, self._unscheduled = self._schedules.find(batch, given)
+        return found
+
+
+def check_arguments(plan: Plan, params: Any, v: Any, batch: Any) -> None:
+    """Refuse arguments that do not fit, on this rank.
+
+    Raises:
+        TreeError, BatchError: they do not.
+    """
+    plan.check_tree(params, whole=False)
+    plan.check_tree(v, whole=False, what="v")
+    check_device(batch, plan.mesh.device)

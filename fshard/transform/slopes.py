@@ -1,0 +1,144 @@
+"""Derivatives of a loss along directions, as functions that run on schedules.
+
+A loss's slope along a direction is a function of parameters and of their tangents, of which no gradient is taken. Its
+gradient is a Hessian-vector product: that of a loss of twice the groups, half of them frozen. So a product runs as a
+gradient does, gathered ahead, with reductions in flight, and the gradient of the loss itself, which nobody reads, is
+never added up.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.func import jvp
+
+from fshard import tree
+from fshard.model.casting import make_casting
+from fshard.model.unit import Unit
+from fshard.runtime.engine import Mean, read_loss
+from fshard.sharding.plan import Plan
+from fshard.torch_internals import batched, below_transforms, transforms_depth
+from fshard.transform.dual_units import DualUnits, TransformedUnits, make_dual
+from fshard.transform.forward_units import ForwardUnits, data_of
+from fshard.transform.linearized import plain_attention
+from fshard.transform.sharded_loss import ShardedLoss
+from fshard.transform.tangent_plan import pairs
+
+
+@dataclass(frozen=True, eq=False)
+class TangentFunction:
+    """A loss under forward derivatives.
+
+    Attributes:
+        loss: the loss.
+        plan: the plan without tangents.
+        known: units made so far.
+    """
+
+    loss: ShardedLoss
+    plan: Plan
+    known: dict[Unit, Unit] = field(default_factory=dict, repr=False)
+
+    def total(self, units: TransformedUnits, batch: Any, count: list[Any]) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """The total of the loss, and its count if that is a tensor. It goes to ``count`` if it is none."""
+        leaves = self.plan.leaves
+        casting = make_casting(self.plan.precision, {path: leaf.precision for path, leaf in leaves.items()})
+        with units:
+            handles = units.handles({path: leaf.shape for path, leaf in leaves.items()}, casting)
+            found = read_loss(self.loss.loss_fn(tree.nest(handles), batch))
+        self.loss.refuse_aux(found.aux)
+        count[:] = [found.count]
+        return found.total, (found.count,) if isinstance(found.count, Tensor) else ()
+
+    def zero(self) -> Tensor:
+        """A scalar to differentiate by: what moves are the leaves."""
+        return torch.zeros((), device=self.plan.mesh.device)
+
+
+@dataclass(frozen=True, eq=False)
+class Slope(TangentFunction):
+    """A loss's derivative along a direction, as a loss function of a plan with tangents."""
+
+    def __call__(self, params: Any, batch: Any) -> Any:
+        """The derivative, an ``fs.Mean`` if the loss is one."""
+        count: list[Any] = []
+
+        def of(_: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
+            return self.total(DualUnits(pairs(self.plan, params), self.known), batch, count)
+
+        with plain_attention():
+            _, slope, counts = jvp(of, (self.zero(),), (self.zero(),), has_aux=True)  # type: ignore[misc]
+        return mean_like(slope, counts[0] if counts else count[0])
+
+
+@dataclass(frozen=True, eq=False)
+class ValueAndSlope(TangentFunction):
+    """A loss and its derivative along a direction, as a function that is evaluated."""
+
+    def __call__(self, params: Any, batch: Any) -> dict[str, Any]:
+        """Both, as ``fs.Mean`` if the loss is one."""
+        count: list[Any] = []
+
+        def of(_: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
+            return self.total(ForwardUnits(pairs(self.plan, params), _with_tangent, self.known), batch, count)
+
+        with plain_attention():
+            value, slope, counts = jvp(of, (self.zero(),), (self.zero(),), has_aux=True)  # type: ignore[misc]
+        weight = counts[0] if counts else count[0]
+        return {"loss": mean_like(value, weight), "slope": mean_like(slope, weight)}
+
+
+@dataclass(frozen=True, eq=False)
+class Curvatures(TangentFunction):
+    """A loss's second derivatives along directions, as a function that is evaluated.
+
+    One run serves all directions, so parameters are gathered, and the loss is computed, once.
+
+    Attributes:
+        count: the number of directions.
+    """
+
+    count: int = 1
+
+    def __call__(self, params: Any, batch: Any) -> list[Any]:
+        """The derivatives, as ``fs.Mean`` if the loss is one."""
+        weight: list[Any] = []
+
+        def along(_: Tensor) -> Tensor:
+            level = transforms_depth()
+
+            def make(leaf: Tensor, tangents: Sequence[Tensor]) -> Tensor:
+                with below_transforms():
+                    stacked = torch.stack([*tangents])
+                with below_transforms(level + 1):
+                    first = make_dual(leaf, batched(stacked, level))
+                return make_dual(first, batched(stacked, level))
+
+            def of(_: Tensor) -> Tensor:
+                found, counts = self.total(ForwardUnits(self._pairs(params), make, self.known), batch, weight)
+                weight[:] = [data_of(x).detach() for x in counts] or weight
+                return found
+
+            zero = self.zero()
+            slope: Callable[[Tensor], Tensor] = lambda e: jvp(of, (e,), (zero,))[1]  # noqa: E731
+            found: Any = jvp(slope, (zero,), (zero,))
+            second: Tensor = found[1]
+            return second
+
+        with plain_attention():
+            found = torch.vmap(along)(self.zero().expand(self.count))
+        return [mean_like(x, weight[0]) for x in found.unbind()]
+
+    def _pairs(self, params: Mapping[str, Any]) -> dict[str, tuple[Tensor, list[Tensor]]]:
+        return pairs(self.plan, params, self.count)
+
+
+def mean_like(value: Tensor, count: Any) -> Any:
+    """A part of a mean with this count; None for a plain number."""
+    return value if count is None else Mean(value, count)
+
+
+def _with_tangent(leaf: Tensor, tangents: Sequence[Tensor]) -> Tensor:
+    return make_dual(leaf, tangents[0])
