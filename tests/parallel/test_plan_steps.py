@@ -80,7 +80,7 @@ def plain(module: nn.Module) -> Run:
 
 
 @pytest.mark.long
-@pytest.mark.sample(90)
+@pytest.mark.sample(160)
 @pytest.mark.parametrize("axes", [("data", "tp"), ("data",)], ids="x".join)
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
 @pytest.mark.parametrize("family", FAMILIES)
