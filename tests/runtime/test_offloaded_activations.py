@@ -12,6 +12,7 @@ from torch.nn import functional as F  # noqa: N812
 import fshard as fs
 from fshard import P, tree
 from fshard.errors import PlanError, RematError
+from fshard.patterns import escaped
 from fshard.schedule.footprint import Footprint, footprint
 from tests.runtime.test_memory_measured import Peak
 from tests.runtime.test_remat_units import EITHER, train, without
@@ -37,9 +38,12 @@ def test_every_bit_is_kept(remat: Any) -> None:
 @pytest.mark.parametrize(("name", "compile"), EITHER)
 def test_every_bit_of_any_program_is_kept(name: str, compile: str | None) -> None:
     mesh = fs.make_mesh((1,), ("shard",))
-    if name == "differentiated" and compile is None:
-        with pytest.raises(RematError, match="unit inner.* takes gradients by torch.func"):
-            differences(name, mesh, "offload")
+    if name == "differentiated":
+        with pytest.raises(RematError, match="unit inner.* takes gradients by torch.func, which PyTorch refuses"):
+            differences(name, mesh, "offload", compile=compile)
+    elif name == "penalised":
+        with pytest.raises(PlanError, match="differentiates affine.* itself"):
+            differences(name, mesh, "offload", compile=compile)
     else:
         assert not differences(name, mesh, "offload", compile=compile)
 
@@ -316,3 +320,39 @@ def test_a_pipeline_refuses_it() -> None:
     step = fs.make_train_step(mixture, fs.optim.sgd(0.1), plan, remat="offload")
     with pytest.raises(PlanError, match="stages: remat='offload' .* give remat='all'"):
         step.trace(torch.ones(4, 6, 8))
+
+
+@pytest.mark.parametrize("options", [{}, {"compile": "fx"}], ids=["eager", "graphs"])
+def test_it_goes_with_recomputation_of_other_units(options: dict[str, Any]) -> None:
+    """And with a loss that is an ``fs.Mean``: the first rule that matches a unit counts."""
+
+    @fs.unit
+    def layer(p: Any, x: Tensor) -> Tensor:
+        return torch.tanh(torch.sigmoid(F.linear(x, p["w"])))
+
+    def loss(p: Any, x: Tensor) -> fs.Mean:
+        count = (x > 0).sum()
+        for name in "0123":
+            x = layer(p[name], x)
+        return fs.Mean(x.square().sum(), count)
+
+    def run(remat: Any) -> tuple[list[Tensor], list[str]]:
+        params = {name: {"w": torch.randn(8, 8, generator=torch.Generator().manual_seed(int(name)))} for name in "0123"}
+        plan = fs.make_plan(params, fs.make_mesh((1,), ("shard",)), [(".*", fs.fsdp("shard"))], batch=P("shard"))
+        opt, losses = fs.optim.adamw(1e-2), list[Tensor]()
+        state = fs.init_state(plan, opt, params=params)
+        step = fs.make_train_step(loss, opt, plan, remat=remat, accumulate=2, clip_norm=0.1, **options)
+        for number in range(3):
+            state, metrics = step(state, torch.randn(6, 8, generator=torch.Generator().manual_seed(number)))
+            losses.append(metrics.loss)
+        return [*losses, *tree.leaves(fs.settle(state).params)], [str(op) for op in step.schedule]
+
+    mixed_rules = [("layer(0.w)", "offload"), ("layer(1.w)", "all"), ("layer(2.w)", "offload"), ("**", None)]
+    (want, _), (got, ops) = (
+        run(None),
+        run([(unit if unit == "**" else escaped(unit), policy) for unit, policy in mixed_rules]),
+    )
+    assert all(map(torch.equal, got, want))
+    assert [op for op in ops if op.startswith("activation_offload")] == [
+        f"activation_offload layer({number}.w){microbatch}" for microbatch in ("", " @1") for number in (0, 2)
+    ]

@@ -99,7 +99,7 @@ class Remat:
                 result = checkpointed(functools.partial(inside, **kwargs), *args, **options)
             except RuntimeError as error:
                 if "saved tensor hooks" in str(error):
-                    raise transforming(unit) from error
+                    raise _transforming(unit) from error
                 raise
             changed = [type(value).__name__ for value, before in objects if held(value) != before]
             if changed:
@@ -143,11 +143,18 @@ def own_generator(unit: str) -> PlanError:
     )
 
 
-def transforming(unit: str) -> RematError:
-    """The error of a unit that takes gradients where PyTorch has hooks on what is saved."""
+def _transforming(unit: str) -> RematError:
     return RematError(
-        f"unit {unit} takes gradients by torch.func, which cannot run where it would be computed again or offloaded: "
-        f"leave it out, remat=[({unit!r}, None), ...], or use compile='fx', whose graphs hold the gradients too"
+        f"unit {unit} takes gradients by torch.func, which cannot run where it would be computed again: leave it out, "
+        f"remat=[({unit!r}, None), ...], or use compile='fx', whose graphs hold the gradients too"
+    )
+
+
+def unsaved(unit: str) -> RematError:
+    """The error of a unit whose activations are to leave, and that takes gradients where PyTorch has such hooks."""
+    return RematError(
+        f"unit {unit} takes gradients by torch.func, which PyTorch refuses where something moves what autograd saves: "
+        f"leave it out, remat=[({unit!r}, None), ...]"
     )
 
 
