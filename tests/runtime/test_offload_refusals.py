@@ -77,3 +77,9 @@ def test_a_pipeline_refuses_it() -> None:
     step = fs.make_train_step(mixture, fs.optim.sgd(0.1), plan, remat="offload")
     with pytest.raises(PlanError, match="stages: remat='offload' .* give remat='all'"):
         step.trace(torch.ones(4, 6, 8))
+
+
+def test_a_step_that_would_move_nothing_is_refused() -> None:
+    words = refused(fs.checkpoint_policies.offload(prefetch=5))
+    assert "nothing would leave" in words and "has 5 calls of units, and with prefetch=5" in words
+    assert "prefetch=9" in refused([("**", fs.checkpoint_policies.offload(prefetch=9))])

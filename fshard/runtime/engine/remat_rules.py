@@ -129,6 +129,15 @@ def differentiated(units: Sequence[str]) -> PlanError:
     )
 
 
+def nothing_leaves(calls: int, ahead: int) -> PlanError:
+    """The error of a step none of whose activations would leave the device."""
+    return PlanError(
+        f"remat='offload': nothing would leave the device. The backward has {calls} calls of units, and with "
+        f"prefetch={ahead} the first {ahead} of them keep their activations there: give more units "
+        f"(fs.split(units=)), a smaller prefetch, or leave it out"
+    )
+
+
 def again(units: Sequence[str], hosted: bool = False) -> Remat:
     """Rules under which these units are computed again, and all of each; with ``hosted``, offloaded."""
     policy = offload() if hosted else nothing
