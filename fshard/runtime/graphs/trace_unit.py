@@ -22,9 +22,10 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
 from fshard import tree
 from fshard.model import draws
 from fshard.model.checkpoint_policies import SavePolicy
-from fshard.runtime.engine.fake_fallback import quiet
+from fshard.model.float8 import attach_rows
+from fshard.runtime.engine.fake_fallback import KernelFakeMode, quiet
 from fshard.runtime.memory.slots import storage_of
-from fshard.torch_internals import DisableAutocast, FakeTensor, FakeTensorMode, TorchDispatchMode
+from fshard.torch_internals import DisableAutocast, FakeTensor, TorchDispatchMode
 
 PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.memory_format, enum.Enum)
 """Python values that a graph may depend on, and that a unit may return."""
@@ -92,6 +93,7 @@ class Source:
     values: tuple[Any, ...]
     grad: bool  # whether gradients are enabled
     policy: SavePolicy | None = None  # which results are kept for the backward; None keeps what autograd keeps
+    rows: tuple[int, ...] = ()  # the leaves without values, whose payloads and scales follow all leaves of the params
 
     @property
     def key(self) -> tuple[Any, ...]:
@@ -99,7 +101,7 @@ class Source:
         kind = getattr(self.fn, "kind", None)
         values = tuple(x if isinstance(x, (Meta, Same)) else exact(x) for x in self.values)
         code = self.fn if kind is None else kind()
-        return code, self.params, self.args, self.leaves, self.shared, values, self.policy
+        return code, self.params, self.args, self.leaves, self.shared, values, self.policy, self.rows
 
     @property
     def inputs(self) -> list[Meta]:
@@ -116,7 +118,10 @@ class Source:
         values = [next(rest) if isinstance(value, Meta) else value for value in self.values]
         values = [inputs[value.number] if isinstance(value, Same) else value for value in values]
         args, kwargs = tree.unflatten(self.args, values)
-        return self.fn(tree.unflatten(self.params, leaves), *args, **kwargs)
+        own, more = leaves[: len(leaves) - 2 * len(self.rows)], iter(leaves[len(leaves) - 2 * len(self.rows) :])
+        for number in self.rows:
+            attach_rows(own[number], (next(more), next(more)))
+        return self.fn(tree.unflatten(self.params, own), *args, **kwargs)
 
 
 Tangents = tuple[tuple[int, ...] | None, ...]
@@ -180,7 +185,7 @@ class Joint:
 def inspect(source: Source) -> GraphResult:
     """Run the unit on fake tensors and describe its result, or raise ``UntraceableUnit``."""
     before = draws.states()
-    with quiet(), FakeTensorMode() as mode, NoRealTensors():  # type: ignore[no-untyped-call]
+    with quiet(), KernelFakeMode() as mode, NoRealTensors():  # type: ignore[no-untyped-call]
         leaves, inputs = source.fakes()
         watched = [*leaves, *inputs]
         versions = [x._version for x in watched]
@@ -220,7 +225,7 @@ class NoRealTensors(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return func(*args, **(kwargs or {}))
 
 
-def _check_output(out: Tensor, mode: FakeTensorMode, storages: set[int]) -> None:
+def _check_output(out: Tensor, mode: KernelFakeMode, storages: set[int]) -> None:
     if getattr(out, "fake_mode", None) is not mode:
         raise UntraceableUnit("it returns a tensor that it did not compute from its arguments")
     if out.layout is not torch.strided or out.is_nested:
@@ -235,13 +240,13 @@ def _check_output(out: Tensor, mode: FakeTensorMode, storages: set[int]) -> None
 
 def trace(source: Source, result: GraphResult, tangents: Tangents) -> Joint:
     """Trace a unit, with its backward from gradients with these strides, or raise ``UntraceableUnit``."""
-    with FakeTensorMode():
+    with KernelFakeMode():
         leaves, inputs = source.fakes()
         pairs = zip((out for out in result.outputs if out.requires_grad), tangents, strict=True)
         seeds = [replace(out, stride=stride, requires_grad=False).fake() for out, stride in pairs if stride is not None]
     tracer = _Tracer(source, [strides is not None for strides in tangents])
     torch.clear_autocast_cache()
-    with torch.set_grad_enabled(source.grad):
+    with quiet(), torch.set_grad_enabled(source.grad):
         module = make_fx(tracer, tracing_mode="fake")(leaves, inputs, seeds)
     torch.clear_autocast_cache()
     return tracer.joint(module)
