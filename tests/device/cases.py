@@ -21,6 +21,7 @@ LAYERS, WIDTH, ROWS = 3, 8, 12
 HOSTED = (
     *("host, default", "host, far ahead", "kept on the host, default", "host, updated there, in backward"),
     *("host, parts", "kept on the host, parts", "host, snapshots", "host, exports", "snapshots", "late snapshots"),
+    "activations on the host",
 )
 """Cases of the model of streams in which memory of the host takes part."""
 LIKE_OTHERS = (
@@ -291,6 +292,8 @@ CASES: dict[str, Callable[[], list[str]]] = {
     "clipping": lambda: same(2, clip_norm=[(r"0\..*", 0.01), (r".*", 0.1)]),
     "remat": lambda: same(2, remat="all"),
     "remat, dots": lambda: same(1, remat=fs.checkpoint_policies.dots),
+    "activations on the host": lambda: same(2, remat="offload", accumulate=2),
+    "graphs, activations on the host": lambda: same(1, remat="offload", compile="fx"),
     "update in backward": lambda: same(2, schedule=fs.Policy(update="in_backward")),
     "collectives by name": lambda: same(1, loss_fn=named),
     "collectives by name, ranks": lambda: same(3, loss_fn=named),

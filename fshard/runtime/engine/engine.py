@@ -32,7 +32,7 @@ from fshard.runtime.engine.batch import BatchWatch
 from fshard.runtime.engine.hosted_activations import HostedKey, hosting
 from fshard.runtime.engine.parameters import Parameters
 from fshard.runtime.engine.proxies import Mispredicted
-from fshard.runtime.engine.remat_rules import NO_REMAT, Remat, reentrant_refused, transforming
+from fshard.runtime.engine.remat_rules import NO_REMAT, Remat, reentrant_refused, unsaved
 from fshard.runtime.engine.saved_hooks import without_parameters
 from fshard.runtime.engine.units import GRAD, VERSION, Called, UnitReads, Units, bare
 from fshard.runtime.graphs import Compiled
@@ -200,7 +200,7 @@ class Engine:
                 return function(*args, **kwargs)
         except RuntimeError as error:
             if moves is not None and "saved tensor hooks" in str(error):
-                raise transforming(call[0]) from error
+                raise unsaved(call[0]) from error
             raise
 
     def _mark(

@@ -99,7 +99,7 @@ class Remat:
                 result = checkpointed(functools.partial(inside, **kwargs), *args, **options)
             except RuntimeError as error:
                 if "saved tensor hooks" in str(error):
-                    raise transforming(unit) from error
+                    raise _transforming(unit) from error
                 raise
             changed = [type(value).__name__ for value, before in objects if held(value) != before]
             if changed:
@@ -129,6 +129,15 @@ def differentiated(units: Sequence[str]) -> PlanError:
     )
 
 
+def nothing_leaves(calls: int, ahead: int) -> PlanError:
+    """The error of a step none of whose activations would leave the device."""
+    return PlanError(
+        f"remat='offload': nothing would leave the device. The backward has {calls} calls of units, and with "
+        f"prefetch={ahead} the first {ahead} of them keep their activations there: give more units "
+        f"(fs.split(units=)), a smaller prefetch, or leave it out"
+    )
+
+
 def again(units: Sequence[str], hosted: bool = False) -> Remat:
     """Rules under which these units are computed again, and all of each; with ``hosted``, offloaded."""
     policy = offload() if hosted else nothing
@@ -143,11 +152,18 @@ def own_generator(unit: str) -> PlanError:
     )
 
 
-def transforming(unit: str) -> RematError:
-    """The error of a unit that takes gradients where PyTorch has hooks on what is saved."""
+def _transforming(unit: str) -> RematError:
     return RematError(
-        f"unit {unit} takes gradients by torch.func, which cannot run where it would be computed again or offloaded: "
-        f"leave it out, remat=[({unit!r}, None), ...], or use compile='fx', whose graphs hold the gradients too"
+        f"unit {unit} takes gradients by torch.func, which cannot run where it would be computed again: leave it out, "
+        f"remat=[({unit!r}, None), ...], or use compile='fx', whose graphs hold the gradients too"
+    )
+
+
+def unsaved(unit: str) -> RematError:
+    """The error of a unit whose activations are to leave, and that takes gradients where PyTorch has such hooks."""
+    return RematError(
+        f"unit {unit} takes gradients by torch.func, which PyTorch refuses where something moves what autograd saves: "
+        f"leave it out, remat=[({unit!r}, None), ...]"
     )
 
 

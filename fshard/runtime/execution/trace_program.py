@@ -26,7 +26,7 @@ from fshard.runtime.engine.fake_fallback import FakeFallback, explaining, needs_
 from fshard.runtime.engine.hosted_activations import HostedActivations
 from fshard.runtime.engine.loss_result import check_differentiable, foreign_loss, read_loss
 from fshard.runtime.engine.program_mode import ProgramMode
-from fshard.runtime.engine.remat_rules import NO_REMAT, Remat, differentiated, own_generator
+from fshard.runtime.engine.remat_rules import NO_REMAT, Remat, differentiated, nothing_leaves, own_generator
 from fshard.runtime.execution.executor import OnDemand
 from fshard.runtime.execution.trace_warnings import tell_dropping, tell_untrained
 from fshard.runtime.execution.tracing import TracedMoves, Tracing, program_of
@@ -231,6 +231,8 @@ def trace_in(
         raise differentiated(taken)
     # Where activations move to depends on all calls: a second run follows them.
     program = replace(found[0].program, hosted=hosted)
+    if not called(program):
+        raise nothing_leaves(len(program.backward), min(hosted.values()))
     return _traced_in(mode, fn, plan, batch, train, remat, watched, program)
 
 

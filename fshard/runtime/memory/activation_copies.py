@@ -11,6 +11,7 @@ from fshard.runtime.comm import Handle
 from fshard.runtime.comm.device_streams import events
 from fshard.runtime.memory.memory_spaces import memory_space
 from fshard.runtime.memory.offload import CopyHandle, Offload
+from fshard.sharding.kinds import MemoryKind
 from fshard.sharding.mesh import Mesh
 
 
@@ -65,7 +66,8 @@ class HostPool:
             largest = max(size for size, buffers in self.free.items() if buffers)
             self.free[largest].pop()
             self.idle -= largest
-        return memory_space("pinned_host", self.mesh).empty(size, torch.uint8)
+        kind: MemoryKind = "pinned_host" if self.mesh.device.type == "cuda" else "unpinned_host"
+        return memory_space(kind, self.mesh).empty(size, torch.uint8)
 
     def give(self, buffer: Tensor) -> None:
         """A buffer is not in use any more."""
