@@ -9,7 +9,7 @@ from torch import nn
 
 import fshard as fs
 from fshard import tree
-from tests.parallel.plan_models import DENSE, MIXED, batch, hugging_face, net, plain, planned, train
+from tests.parallel.plan_models import DENSE, MIXED, MORE_MIXED, batch, hugging_face, net, plain, planned, train
 from tests.shared import parity
 from tests.shared.workers import Pools
 
@@ -85,6 +85,16 @@ def test_mixtures_equal_one_process(family: str, axes: tuple[str, ...], experts:
     pytest.importorskip("transformers")
     module: Any = hugging_face(family)
     module.set_experts_implementation(experts)
+    ranks = on_ranks(module, axes)
+    assert parity.differences(ranks, plain(module)) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("axes", [TP, ("data", "ep")], ids="x".join)
+@pytest.mark.parametrize("family", MORE_MIXED)
+def test_more_mixtures_equal_one_process(family: str, axes: tuple[str, ...]) -> None:
+    pytest.importorskip("transformers")
+    module = hugging_face(family)
     ranks = on_ranks(module, axes)
     assert parity.differences(ranks, plain(module)) == []
 
