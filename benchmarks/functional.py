@@ -1,10 +1,12 @@
 """Functional tools: per-sample gradients and Hessian-vector products of a sharded MLP, against plain PyTorch.
 
+Products are those of ``fs.func.hvp``, on a schedule, and, as *torch.func*, of ``jvp(grad(f))`` on ``sharded_loss``.
+
 The claim: the memory of one rank falls as ranks are added, below what the whole batch takes in one process. Time is
 told: a rank's products against the same compute of its rows alone, unsharded and without communication, in turns.
 
 Memory is what the C allocator has handed out at the peak of a call, above what was there before there was a model, on
-rank 0 (see memory.py). *reshard* gathers units where they run and computes them again; the others gather at once.
+rank 0 (see memory.py). *reshard* gathers units for each pass; the others gather once, and hold what they gathered.
 """
 
 import argparse
@@ -62,14 +64,20 @@ class Sharded:
         whole = fs.split(module(depth, width)).params
         self.plan = fs.make_plan(model, mesh, [(r".*", fs.fsdp("shard"))])
         loss = loss_with(model)
-        self.params = tree.map(torch.clone, fs.shard(whole, self.plan))
-        self.v = tree.map(lambda leaf: torch.full_like(leaf, 0.01), self.params)
+        self.params = fs.shard(whole, self.plan)
+        self.v = fs.shard(tree.map(lambda leaf: torch.full_like(leaf, 0.01), whole), self.plan)
         self.samples = fs.func.per_sample_grad(loss, self.plan)
+        self.product = fs.func.hvp(loss, self.plan, reshard=reshard)
         self.f = fs.func.sharded_loss(loss, self.plan, reshard=reshard)
 
     def hvp(self, x: Tensor) -> Any:
-        """The product."""
-        return torch.func.jvp(lambda p: torch.func.grad(self.f)(p, x), (self.params,), (self.v,))[1]
+        """The product, on a schedule."""
+        return self.product(self.params, self.v, x)
+
+    def transformed(self, x: Tensor) -> Any:
+        """The same by torch.func."""
+        at, v = (tree.map(torch.clone, one) for one in (self.params, self.v))
+        return torch.func.jvp(lambda p: torch.func.grad(self.f)(p, x), (at,), (v,))[1]
 
     def per_sample(self, x: Tensor) -> Any:
         """The gradients of this rank's rows."""
@@ -134,7 +142,8 @@ def peak(make: Callable[[], Callable[[], Any]]) -> float:
 def warm(mesh: fs.Mesh) -> None:
     """Bring in what PyTorch imports and keeps at the first use of each transform, and make the communicators."""
     small, x = Sharded(mesh, 2, 16, True), torch.zeros(2, 16)
-    small.hvp(x), small.per_sample(x), Sharded(mesh, 2, 16, False).hvp(x)
+    kept = Sharded(mesh, 2, 16, False)
+    small.hvp(x), small.per_sample(x), small.transformed(x), kept.hvp(x), kept.transformed(x)
     plain = Plain(2, 16)
     plain.hvp(x), plain.per_sample(x)
 
@@ -166,6 +175,8 @@ def work(args: argparse.Namespace) -> int:
             turns = {
                 "hvp reshard": lambda: ours.hvp(mine),
                 "hvp": lambda: kept.hvp(mine),
+                "torch.func reshard": lambda: ours.transformed(mine),
+                "torch.func": lambda: kept.transformed(mine),
                 "plain hvp": lambda: plain.hvp(mine),
                 "per sample": lambda: ours.per_sample(mine),
                 "plain per sample": lambda: plain.per_sample(mine),
@@ -185,17 +196,15 @@ def work(args: argparse.Namespace) -> int:
 
 def measure(args: argparse.Namespace) -> int:
     """Run the workers, report."""
-    depth, width, rows = (4, 128, 32) if args.quick else (8, 256, 32)
+    depth, width, rows = (4, 128, args.batch or 32) if args.quick else (8, 256, args.batch or 32)
     rounds = 5 if args.quick else 15
     configuration = {"depth": depth, "width": width, "rows": rows, "rounds": rounds, "ranks": list(RANKS)}
     report = Report("functional", __doc__.splitlines()[0], configuration)
     options = {"worker": 1, "depth": depth, "width": width, "batch": rows}
     found = {n: run_workers(n, None, {**options, "rounds": rounds * (n == 2)}, script="functional.py") for n in RANKS}
     times = found[2]["times"]
-    report.rows.append(ratio("2 ranks: hvp / its compute alone", "wall", times["hvp"], times["plain hvp"]))
-    report.rows.append(
-        ratio("2 ranks: hvp reshard / its compute alone", "wall", times["hvp reshard"], times["plain hvp"])
-    )
+    for name in ("hvp", "hvp reshard", "torch.func", "torch.func reshard"):
+        report.rows.append(ratio(f"2 ranks: {name} / its compute alone", "wall", times[name], times["plain hvp"]))
     report.rows.append(
         ratio("2 ranks: per sample / its compute alone", "wall", times["per sample"], times["plain per sample"])
     )
@@ -209,7 +218,7 @@ def measure(args: argparse.Namespace) -> int:
             for n in RANKS:
                 report.rows.append(Row(f"{n} ranks: {name}", "MiB", peaks[n][name] / MIB))
             # Plain PyTorch holds the whole batch, as one process would have to.
-            target = None if name == "hvp" else 0.9  # it keeps whole parameters from the first pass to the last
+            target = None if name == "hvp" else 0.9  # it keeps whole parameters, and their tangents
             report.rows.append(Row(f"2 ranks: {name} / plain", "heap", peaks[2][name] / whole, target=target))
             report.rows.append(Row(f"4 ranks / 2 ranks: {name}", "heap", peaks[4][name] / peaks[2][name], target=0.9))
         report.rows.append(Row("plain hvp, the whole batch", "MiB", peaks[1]["plain hvp"] / MIB))
@@ -222,7 +231,7 @@ def measure(args: argparse.Namespace) -> int:
 def options(cli: argparse.ArgumentParser) -> None:
     """What a worker is told."""
     for name in ("worker", "rounds", "depth", "width", "batch"):
-        cli.add_argument(f"--{name}", type=int, default=0, help=argparse.SUPPRESS)
+        cli.add_argument(f"--{name}", type=int, default=0, help=argparse.SUPPRESS)  # --batch: other rows, of all ranks
     cli.add_argument("--out", type=Path, help=argparse.SUPPRESS)
 
 

@@ -14,7 +14,8 @@ not of the step.
 
 What is predicted: ``step.trace(batch).footprint``, made before anything runs: the arena, gradients and their
 shards op by op, and the activations that fake tensors show. ``memory_kinds.py`` has the kinds of steps that are
-held against their prediction alone; the limit of one of them is what ``fs.Auto`` must keep.
+held against their prediction alone; the limit of one of them is what ``fs.Auto`` must keep. Activations that go to
+the host are in no number (``hosted.py``).
 """
 
 import argparse
@@ -37,6 +38,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import hosted
 import memory_kinds
 import peers
 import torch
@@ -52,6 +54,15 @@ PAIRS = (
     ("fshard lean", "fsdp2 prefetch"),
     ("fshard no reshard", "fsdp2 no reshard"),
 )
+HOSTED = (
+    (("kinds", "kept"), ("peaks", "fsdp2, kept")),
+    (("kinds", "offloaded"), ("kinds", "kept")),
+    (("peaks", "fsdp2 save_on_cpu"), ("peaks", "fsdp2, kept")),
+    (("kinds", "offloaded"), ("peaks", "fsdp2 save_on_cpu")),
+)
+"""Steps of many rows, whose activations stay or go to the host. FSDP2 fetches each tensor where it is used, and saves
+gathered weights, too: it holds less, and waits for each copy."""
+
 NAMES = tuple(dict.fromkeys(name for pair in PAIRS for name in pair))
 
 
@@ -151,6 +162,16 @@ def above_resident(name: str, size: Size, batch: torch.Tensor, steps: int) -> tu
     return peaks(step, 1, steps), 0.0
 
 
+def others(peer: peers.Peer, batch: torch.Tensor, steps: int) -> list[Peak]:
+    """The peaks of steps of a peer on a batch."""
+
+    def step() -> None:
+        peer.step(batch)
+
+    step()
+    return peaks(step, 1, steps)
+
+
 def kind(name: str, size: Size, batch: torch.Tensor, steps: int) -> tuple[list[Peak], float, float | None]:
     """The peaks of steps of a kind, what was said of them, and their limit."""
     twin, _, _ = memory_kinds.made(name, size, batch)
@@ -166,11 +187,13 @@ def work(args: argparse.Namespace) -> int:
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     size = Size(args.depth, args.width, args.heads, args.tokens, args.batch)
-    with peers.process_group():
+    with peers.process_group(), hosted.on_the_host():
         batch = rows(size, 0, dist.get_rank())
         peers.check_agreement(peers.build(NAMES, size), size)
         found = {name: above_resident(name, size, batch, args.steps) for name in NAMES}
         kinds = {name: kind(name, size, batch, args.steps) for name in memory_kinds.KINDS}
+        many = batch.repeat(memory_kinds.ROWS, 1)
+        found |= {name: (others(peer, many, args.steps), 0.0) for name, peer in hosted.others(size).items()}
         if dist.get_rank() == 0:
             parameters = sum(p.nbytes for p in make(size).parameters())
             plain = activations(size, batch)
@@ -203,6 +226,9 @@ def measure(args: argparse.Namespace) -> int:
         report.rows += predictions(name, measured, predicted)
         if limit is not None:
             report.rows.append(ratio(f"{name} / the limit", "tensors", firsts(measured), [limit] * steps, 1.0))
+    for ours, theirs in HOSTED:
+        first, second = ([heap for _, heap in found[of][name][0]] for of, name in (ours, theirs))
+        report.rows.append(ratio(f"{ours[1]} / {theirs[1]}", "heap", first, second))
     for name, (measured, _) in found["peaks"].items():
         report.rows.append(middle(name, "MiB", [heap / MIB for _, heap in measured]))
     report.rows.append(Row("activations of plain PyTorch", "MiB", plain / MIB))

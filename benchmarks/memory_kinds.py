@@ -14,6 +14,9 @@ ADAPTED = r"blocks\..*\.(qkv|out|up|down)\.weight"
 TIGHT = 0.75
 """The limit of ``auto within a limit``, to what the default policy holds."""
 
+ROWS = 8
+"""Times as many rows where activations are what counts."""
+
 PROVED, CHOSEN = 9, 210
 """Steps until graphs are proved, and until ``schedule="auto"`` has chosen."""
 
@@ -32,6 +35,10 @@ KINDS: dict[str, dict[str, Any]] = {
     "nothing donated": {"donate": False},
     "whole logits": {"vocabulary": 8192, "times": 4},
     "chunked logits": {"vocabulary": 8192, "times": 4, "chunks": 8},
+    "kept": {"times": ROWS},
+    "offloaded": {"times": ROWS, "remat": "offload"},
+    "offloaded, two ahead": {"times": ROWS, "remat": fs.checkpoint_policies.offload(prefetch=2)},
+    "fx, offloaded": {"times": ROWS, "remat": "offload", "compile": "fx"},
     "auto within a limit": {"auto": True},
 }
 

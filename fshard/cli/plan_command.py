@@ -73,7 +73,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     words = "dtype of products; by default bf16 with --hf, and that of the plan's compute with FILE.py"
     parser.add_argument("--precision", choices=("bf16", "fp32"), help=words)
     parser.add_argument("--accumulate", type=int, help="with --hf: microbatches of a step (default: 1, or 4 a stage)")
-    parser.add_argument("--remat", choices=("none", "all"), help="with --hf: compute units again (default: none)")
+    more = "with --hf: compute units again, or keep their activations in host memory (default: none)"
+    parser.add_argument("--remat", choices=("none", "all", "offload"), help=more)
     parser.add_argument("--chunks", type=int, help="with --hf: chunks of logits, as for fs.causal_lm_loss")
     parser.add_argument("--search", action="store_true", help="try all shapes of as many ranks as --mesh has")
     words = f"with --search: formats to try too, as int8, or replica=int4 for one axis: {', '.join(NAMES)}"

@@ -65,7 +65,7 @@ class Foresight:
         scaling: seconds of a step by the number of ranks, with as large a batch a rank.
         task: what policies were tried for.
         words: what the model and its batch are, where the user did not write them.
-        host_bytes: parameter shards, optimizer state and gradients in host memory.
+        host_bytes: parameter shards, optimizer state, gradients and activations in host memory.
     """
 
     plan: Plan
@@ -175,7 +175,7 @@ def foresee(
         task.flops * task.accumulate,
         dict(scaling(task, plan, hardware, chosen.policy, contract(step.opt))),
         task,
-        host_bytes=host_bytes(step, plan),
+        host_bytes=host_bytes(step, plan) + chosen.memory.host_bytes,
     )
 
 

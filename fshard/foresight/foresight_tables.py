@@ -44,13 +44,13 @@ def _summary(seen: Foresight) -> Section:
     rows = [
         *[("model", words) for words in [seen.words] if words],
         ("mesh", f"{shape}, {mesh.size:,} ranks"),
-        ("hardware", seen.hardware.words_for(seen.plan)),
+        ("hardware", seen.hardware.words_for(seen.plan, seen.chosen.memory.host_bytes > 0)),
         ("parameters", f"{sum(row.parameters for row in seen.groups):,} in {len(seen.groups)} groups"),
         *[("wire formats", words) for words in [_formats(seen)] if words],
         ("policy", str(seen.chosen.policy)),
         ("peak memory", peak),
         ("", f"{size_text(seen.state_bytes)} state; {_communicators(seen)}{seen.chosen.memory}"),
-        *[("host memory", f"{size_text(size)} a rank, of state and gradients") for size in [seen.host_bytes] if size],
+        *[("host memory", f"{size_text(size)} a rank, of {_hosted(seen)}") for size in [seen.host_bytes] if size],
         ("step", f"{time_text(run.seconds)}: compute {time_text(run.compute)}, exposed {time_text(run.exposed)}"),
         ("sent", f"{size_text(run.sent)} a rank"),
         ("MFU", f"{seen.mfu:.1%}"),
@@ -134,7 +134,7 @@ def as_json(seen: Foresight, found: Sequence[Remedy], searched: Search | None = 
     return {
         "model": seen.words or None,
         "mesh": dict(zip(mesh.axis_names, mesh.sizes, strict=True)),
-        "hardware": seen.hardware.words_for(seen.plan),
+        "hardware": seen.hardware.words_for(seen.plan, seen.chosen.memory.host_bytes > 0),
         "memory_limit": seen.hardware.memory,
         "fits": seen.fits,
         "peak_bytes": seen.peak_bytes,
@@ -175,3 +175,8 @@ def _option(each: Option) -> dict[str, Any]:
     words |= {"policy": str(each.policy)}
     numbers = {"seconds": each.seconds, "exposed_seconds": each.exposed, "peak_bytes": each.peak_bytes}
     return {**words, "fits": each.fits, **numbers, "rows_per_s": each.rows_per_s, "mfu": each.mfu}
+
+
+def _hosted(seen: Foresight) -> str:
+    """Kinds of tensors that the host holds, in words."""
+    return "state, gradients and activations" if seen.chosen.memory.host_bytes else "state and gradients"

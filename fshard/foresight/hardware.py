@@ -13,7 +13,16 @@ from fshard.schedule.candidates import PolicyTask
 from fshard.schedule.costs import Costs, Link
 from fshard.schedule.footprint import Need
 from fshard.schedule.infos import between, communicators
-from fshard.schedule.machines import COMMUNICATOR, Cluster, Speed, foreseen_costs, named_device, named_link, speed
+from fshard.schedule.machines import (
+    COMMUNICATOR,
+    Cluster,
+    Speed,
+    foreseen_costs,
+    hosted_seconds,
+    named_device,
+    named_link,
+    speed,
+)
 from fshard.schedule.ops import ROOT
 from fshard.schedule.step_program import StepProgram
 from fshard.schedule.transfers import moves
@@ -68,11 +77,11 @@ class Hardware:
             sizes[short] = sizes.get(short, 0) + group.numel
         return self.whole if self.whole is not None and sizes.get(False, 0) > sizes.get(True, 0) else self.speed
 
-    def words_for(self, plan: Plan) -> str:
-        """The names of these, and the dtype of products with a plan."""
+    def words_for(self, plan: Plan, hosted: bool = False) -> str:
+        """The names of these, the dtype of products with a plan, and the rates of host memory where it is used."""
         speed = self.speed_for(plan)
         words = self.words if self.whole is None else self.words + _products(speed is not self.whole)
-        if all(group.kinds == Kinds() for group in plan.groups):
+        if not hosted and all(group.kinds == Kinds() for group in plan.groups):
             return words
         return f"{words}; {self.host_words(plan)}"
 
@@ -93,7 +102,8 @@ class Hardware:
         check_costs(self.costs, task, self.costs_of)
         stages, speed = task.stages, self.speed_for(plan)
         moved = {op: each for op, each in packing_seconds(plan, stages, speed).items() if moves(op[0])}
-        copies = {**host_copies(plan, stages, speed), **self.costs.copies}  # its updates were measured
+        known = {**host_copies(plan, stages, speed), **hosted_seconds(stages, task.needs, speed.copies_per_s)}
+        copies = {**known, **self.costs.copies}  # its updates were measured
         return self.costs.over(Costs(moved, links=self.cluster.links(plan.mesh), copies=copies))
 
     def of_program(
@@ -120,6 +130,7 @@ class Hardware:
             took = update_seconds(group, updates[group.name], speed, self.host)
             seconds["update", group.name] = seconds.get(("update", group.name), 0.0) + took
         around, copies = frozen_seconds(plan, program, speed, self.host), host_copies(plan, program, speed)
+        copies |= hosted_seconds(program, needs, speed.copies_per_s)
         return replace(units, seconds={**units.seconds, **seconds}, copies=copies, host=around)
 
     def held(self, plan: Plan, tried: Candidate, task: PolicyTask) -> int:

@@ -55,7 +55,7 @@ def packing_seconds(plan: Plan, stages: StepProgram, speed: Speed) -> dict[tuple
 
 def _gathers(group: Group) -> Work:
     form = group.wires.get("all_gather")
-    if form is not None and group.gathered:
+    if form is not None and group.gathered and not group.row:
         yield "wait all_gather", _unpacked(form, group.compute_dtype, group.numel)
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from fshard.arguments import size_text
-from fshard.errors import PlanError
+from fshard.errors import PlanError, RematError
 from fshard.foresight.foresee import Foresight, on_plan, resized, scalable, sizes, state_bytes, task_of
 from fshard.foresight.jobs import Job
 from fshard.runtime.engine.batch import along_rows
@@ -25,10 +25,12 @@ Remade = Callable[..., tuple[TrainStep, Any]]
 """Makes the step and its batch with other options: ``remat="all"``."""
 
 REMAT = 'remat="all": units are computed again in their backward'
+OFFLOAD = 'remat="offload": what units keep for their backward waits in host memory'
 CHUNKS = 8
 CHUNKED = f"chunks={CHUNKS}: the head and its loss by chunks of rows (fs.causal_lm_loss)"
-ONCE_MORE: Mapping[str, Mapping[str, Any]] = {REMAT: {"remat": "all"}}
-"""The options that a step is made anew with, unless the caller says which."""
+ONCE_MORE: Mapping[str, Mapping[str, Any]] = {OFFLOAD: {"remat": "offload"}, REMAT: {"remat": "all"}}
+"""The options that a step is made anew with, unless the caller says which. Of two that exclude each other the later
+counts among those that help together."""
 
 IN_HOST_MEMORY: Mapping[str, Mapping[str, Any]] = {
     'optimizer state in host memory (opt_memory_kind="pinned_host")': {
@@ -78,11 +80,11 @@ class Remedy:
         return f"{self.change}: {size_text(self.peak_bytes)}{fits}{takes}"
 
 
-def open_changes(job: Job) -> dict[str, dict[str, Any]]:
+def open_changes(job: Job) -> dict[str, Mapping[str, Any]]:
     """Return by its words what ``job.step`` takes that a job leaves open."""
-    found = {REMAT: {"remat": "all"}} if job.remat is None else {}
+    found = dict(ONCE_MORE) if job.remat is None else {}
     enough = sizes(job.batch)[1] // job.accumulate > CHUNKS
-    return found | ({CHUNKED: {"chunks": CHUNKS}} if job.chunked is not None and enough else {})
+    return {**found, **({CHUNKED: {"chunks": CHUNKS}} if job.chunked is not None and enough else {})}
 
 
 def remedies(
@@ -139,7 +141,10 @@ def _helpful(
 ) -> Iterator[tuple[Remedy, PolicyTask, Mapping[str, Any]]]:
     """The options of a step that lower its peak: the remedy, the task with them, and the options."""
     for words, options in changes.items() if remade is not None else ():
-        again = _task(remade, plan, options)
+        try:
+            again = _task(remade, plan, options)
+        except (PlanError, RematError):  # what this model's units compute cannot run so
+            continue
         found = held(words, again, plan)
         if found.peak_bytes < WORTH * now:
             yield found, again, options
@@ -214,7 +219,7 @@ def _fewer_rows(held: Callable[..., Remedy], change: str, task: PolicyTask, plan
 
 def _of_half_the_rows(task: PolicyTask) -> PolicyTask:
     """Twice as many microbatches, of half the rows each."""
-    halves = ("peak", "after", "flops", "moved", "bare")
+    halves = ("peak", "after", "flops", "moved", "bare", "hosted")
     less = [replace(need, **{name: getattr(need, name) // 2 for name in halves}) for need in task.needs]
     return replace(task, needs=less, accumulate=2 * task.accumulate)
 

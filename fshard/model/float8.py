@@ -10,7 +10,7 @@ A scale depends on its row alone. So results do not depend on how many ranks sha
 """
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -47,40 +47,56 @@ def rounded_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     return (wide / scales).to(FLOAT8), scales
 
 
-class LinearProduct(torch.autograd.Function):
-    """``LinearProduct.apply(x, weight, dtype)``: ``x @ weight.T`` in float8, ``(..., m)`` by ``(n, m)``, in a dtype.
+Rows = tuple[Tensor, Tensor]
+"""A matrix rounded by rows: payload and scales."""
 
-    It has first derivatives alone.
+_ROWS = "_fshard_rows"
+
+
+def attach_rows(weight: Tensor, rows: Rows | None) -> None:
+    """Give a weight its rounded rows: it has a shape and a gradient, and no values. None takes them away."""
+    setattr(weight, _ROWS, rows)
+
+
+def rows_of(weight: Tensor) -> Rows | None:
+    """The rounded rows of a weight; None of one that has values."""
+    return getattr(weight, _ROWS, None)
+
+
+class LinearProduct(torch.autograd.Function):
+    """``LinearProduct.apply(x, weight, dtype, *rows)``: ``x @ weight.T`` in float8, ``(..., m)`` by ``(n, m)``.
+
+    Without ``rows``, the rounded rows of the weight, these are made of it. It has first derivatives alone.
     """
 
     @staticmethod
-    def forward(x: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
+    def forward(x: Tensor, weight: Tensor, dtype: torch.dtype, *rows: Tensor) -> Tensor:
         payload, scales = rounded_rows(x.reshape(-1, x.shape[-1]))
-        rounded, factors = rounded_rows(weight)
+        rounded, factors = rows or rounded_rows(weight)
         out = scaled_mm(payload, rounded.t(), scales, factors.t(), out_dtype=torch.bfloat16)
         return out.to(dtype).view(*x.shape[:-1], len(weight))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        ctx.save_for_backward(*inputs[:2])
+        ctx.save_for_backward(*inputs[:2], *inputs[3:])
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight = ctx.saved_tensors
+        x, weight, *rows = ctx.saved_tensors
         by_x = by_weight = None
         flat = grad.reshape(-1, len(weight))
         if ctx.needs_input_grad[0]:
-            rounded, factors = rounded_rows(weight)
+            rounded, factors = rows or rounded_rows(weight)
             payload, scales = rounded_rows(flat.to(torch.float32) * factors.t())
             columns = rounded.t().contiguous().t()
             ones = columns.new_ones((1, columns.shape[1]), dtype=torch.float32)
             by_x = scaled_mm(payload, columns, scales, ones, out_dtype=torch.bfloat16)
             by_x = by_x.to(x.dtype).view(x.shape)
         if ctx.needs_input_grad[1]:
-            rows = x.reshape(-1, x.shape[-1]).to(torch.bfloat16)
-            by_weight = (flat.to(torch.bfloat16).t() @ rows).to(weight.dtype)
-        return by_x, by_weight, None
+            given = x.reshape(-1, x.shape[-1]).to(torch.bfloat16)
+            by_weight = (flat.to(torch.bfloat16).t() @ given).to(weight.dtype)
+        return by_x, by_weight, None, *[None] * len(rows)
 
 
 Weights = Mapping[int, str]
@@ -99,12 +115,17 @@ class ScaledProducts(TorchFunctionMode):
         if func is functional.linear:
             return self._linear(*args, **kwargs)
         result = func(*args, **kwargs)
-        if isinstance(result, Tensor) and not self._weights.keys().isdisjoint(map(id, (*args, *kwargs.values()))):
-            self._refuse(func, args, kwargs)
+        for x in (*args, *kwargs.values()):
+            for tensor in x if isinstance(x, (list, tuple)) else (x,):
+                if id(tensor) in self._weights and _reads(func, result):
+                    name = getattr(func, "__name__", func)
+                    raise read_otherwise(self._weights[id(tensor)], f"by {name} in a unit")
         return result
 
     def _linear(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         path = self._weights.get(id(weight))
+        if id(input) in self._weights:
+            raise read_otherwise(self._weights[id(input)], "as the input of a linear layer")
         cast = torch.is_autocast_enabled(input.device.type)
         fits = input.shape[-1:] == weight.shape[-1:] and (cast or input.dtype == weight.dtype)
         if path is None or not fits:  # torch has its own errors for the latter
@@ -116,12 +137,18 @@ class ScaledProducts(TorchFunctionMode):
                 f"remat='all'), or give {path} a rule with precision=fs.Precision()"
             )
         dtype = torch.get_autocast_dtype(input.device.type) if cast else input.dtype
-        out: Tensor = LinearProduct.apply(input, weight, dtype)  # type: ignore[no-untyped-call]
+        out: Tensor = LinearProduct.apply(input, weight, dtype, *(rows_of(weight) or ()))  # type: ignore[no-untyped-call]
         return out if bias is None else out + bias.to(dtype)
 
-    def _refuse(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        path = next(self._weights[id(x)] for x in (*args, *kwargs.values()) if id(x) in self._weights)
-        raise read_otherwise(path, f"by {getattr(func, '__name__', func)} in a unit")
+
+READING = frozenset(("__setitem__", "tolist", "numpy", "__array__", "equal", "allclose", "item", "__contains__"))
+"""Functions that read the values of a tensor, and return none."""
+
+
+def _reads(func: Any, result: Any) -> bool:
+    """Tell whether a function has read values, and not just a shape or a dtype."""
+    made = result if isinstance(result, (list, tuple)) else (result,)
+    return any(isinstance(x, Tensor) for x in made) or getattr(func, "__name__", "") in READING
 
 
 def read_otherwise(path: str, where: str) -> PlanError:

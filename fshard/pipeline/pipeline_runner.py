@@ -239,12 +239,12 @@ class PipelineRunner(Runner):
         auto, staged = self.programs.policy, self.cut_program(part)
         if isinstance(auto, Policy):
             return None
-        found = self.programs.choices.get(staged.trace.program.text)
+        found = self.programs.choices.get(staged.trace.program.bare.text)
         return found or StagedOptions.of(self.task(part), auto, given_rates(auto)).choice
 
     def _chosen(self, part: Any, auto: Auto) -> Policy:
         """The policy of the next step."""
-        contest = self.programs.contests.get(self.cut_program(part).trace.program.text)
+        contest = self.programs.contests.get(self.cut_program(part).trace.program.bare.text)
         choice = self.choice(part)
         assert choice is not None
         return choice.policy if contest is None else contest.schedule.policy
@@ -304,7 +304,7 @@ class PipelineRunner(Runner):
         rank, schedule = planned.ranks[self.position], planned.schedules.ranks[self.position]
         engine = functools.partial(StageEngine, staged=staged, stages=rank.stages)
         found = replace(staged.trace, program=rank.program)
-        contest = programs.contests.get(staged.trace.program.text)
+        contest = programs.contests.get(staged.trace.program.bare.text)
         arena = self._arena((contest or schedule.memory).arena_bytes)
         placed = replace(programs, engine=engine).placed(found, arena, schedule.memory.offsets)
         mail = Mail(whole.mesh, whole.stages.axis, rank.messages, planned.lanes)

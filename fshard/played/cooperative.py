@@ -78,6 +78,11 @@ class RankThread(threading.Thread):
         self.interrupted = False
         self.shields = 0
 
+    def let_go(self) -> None:
+        """Hold nothing of the run any more: the thread may outlive it by a moment, and states must have one holder."""
+        self.result = self.error = None
+        self.body = _nothing
+
     def check_interrupt(self) -> None:
         """Raise ``KeyboardInterrupt`` if the run was interrupted, unless a step of this rank holds that back."""
         if self.interrupted and not self.shields:
@@ -111,6 +116,10 @@ class RankThread(threading.Thread):
             return f"rank {self.rank} waits for {self.waits[1]}, at {call_site(self.ident)}"
         what = "returned" if self.error is None else f"raised {type(self.error).__name__}: {_first_line(self.error)}"
         return f"rank {self.rank} {what}"
+
+
+def _nothing() -> None:
+    """The function of a rank whose run is over."""
 
 
 class Scheduler:
@@ -155,9 +164,11 @@ class Scheduler:
             self._raise()
         except BaseException:
             for thread in self.threads:
-                thread.result = None  # a traceback that is kept must not hold states that nobody else has
+                thread.let_go()  # a traceback that is kept must not hold states that nobody else has
             raise
         results = [thread.result for thread in self.threads]
+        for thread in self.threads:
+            thread.let_go()
         self.threads = []  # what the ranks were given goes when the caller lets go of it, and not with a cycle
         del self.current
         return results

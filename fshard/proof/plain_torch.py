@@ -109,7 +109,7 @@ def _collect(plan: Plan, state: TrainState, keep: bool) -> dict[str, Tensor]:
 def _read(group: Group, shard: Tensor) -> Tensor:
     """A shard in the dtype of compute, as it arrives from its rank."""
     form = group.wires.get("all_gather")
-    if form is None or group.packed is not None:
+    if form is None or group.packed is not None or group.row:  # the product rounds its rows
         return values_of(group, shard, group.compute_dtype).to(group.compute_dtype)
     out = shard.new_empty(shard.shape, dtype=group.compute_dtype)
     rounded(shard, form, out)

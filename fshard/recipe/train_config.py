@@ -152,7 +152,9 @@ class StepConfig:
 
     precision: str = key("fp32", "dtype in which units compute; parameters stay fp32", choices=("fp32", "bf16"))
     accumulate: int = key(1, "microbatches of a step", least=1, free=True)
-    remat: str = key("none", "units that are computed again in the backward", choices=("none", "all"), free=True)
+    remat: str = key(
+        "none", "activations: computed again, or kept on the host", choices=("none", "all", "offload"), free=True
+    )
     compile: str = key("none", "graphs of units", choices=("none", "fx", "inductor"), free=True)
     schedule: str = key(
         "default", "auto: measure a few schedules and keep the best", choices=("default", "auto"), free=True

@@ -15,7 +15,7 @@ from fshard.schedule.build import build
 from fshard.schedule.candidates import PolicyTask, candidates
 from fshard.schedule.costs import Costs, Link
 from fshard.schedule.footprint import Footprint, Need, footprint
-from fshard.schedule.machines import Speed, unit_seconds
+from fshard.schedule.machines import Speed, hosted_seconds, unit_seconds
 from fshard.schedule.policy import UPDATES, Policy
 from fshard.schedule.schedule import Schedule
 from fshard.schedule.simulate import Simulation, simulate, time_text
@@ -37,6 +37,8 @@ class Auto:
             included; None for no limit.
         compute: floating-point operations a second of one rank. None: measured at the first step.
         wire: bytes a second that one rank can send. None: measured at the first step.
+        copies: bytes a second from a device to the memory of its host, and as many back. None: measured at the first
+            step.
         latency: seconds from the issue of a collective to its first byte.
         update: when updates happen, as in ``fs.Policy``. It is never chosen: it decides whether steps are atomic.
 
@@ -52,10 +54,11 @@ class Auto:
     wire: float | None = None
     latency: float = 0.0
     update: str = "deferred"
+    copies: float | None = None
 
     def __post_init__(self) -> None:
         problems = []
-        for name in ("memory", "compute", "wire"):
+        for name in ("memory", "compute", "wire", "copies"):
             value = getattr(self, name)
             if value is not None and (isinstance(value, bool) or not isinstance(value, int | float) or not value > 0):
                 problems.append(f"{name}={value!r} is not a positive number")
@@ -69,38 +72,51 @@ class Auto:
 
 @dataclass(frozen=True)
 class Rates:
-    """Rates by which candidates are ranked: operations a second, bytes a second, seconds."""
+    """Rates by which candidates are ranked: operations a second, bytes a second, seconds.
+
+    ``copies`` are bytes a second between a device and its host.
+    """
 
     compute: float
     wire: float
     latency: float = 0.0
+    copies: float = math.inf
 
     def costs(self, task: "PolicyTask") -> Costs:
         """Return what the ops of a task would cost."""
         speed = Speed(self.compute, math.inf, self.compute)
-        return Costs(unit_seconds(task.stages, task.needs, speed), Link(self.wire, self.latency))
+        copies = hosted_seconds(task.stages, task.needs, self.copies)
+        return Costs(unit_seconds(task.stages, task.needs, speed), Link(self.wire, self.latency), copies=copies)
 
     def __str__(self) -> str:
-        return f"{self.compute / 1e9:.4g} GFLOP/s, {self.wire / 1e6:.4g} MB/s a rank, latency {time_text(self.latency)}"
+        copies = f", {self.copies / 1e6:.4g} MB/s to the host" if math.isfinite(self.copies) else ""
+        words = (
+            f"{self.compute / 1e9:.4g} GFLOP/s, {self.wire / 1e6:.4g} MB/s a rank, latency {time_text(self.latency)}"
+        )
+        return words + copies
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """One policy with what it would hold and take. ``again`` are the units that are computed again."""
+    """One policy with what it would hold and take.
+
+    ``again`` are the units that are computed again; with ``hosted``, those that keep their activations on the host.
+    """
 
     policy: Policy
     memory: Footprint
     seconds: float
     exposed: float
     again: tuple[str, ...] = ()
+    hosted: bool = False
 
     @property
     def words(self) -> str:
-        """The policy, and what is computed again."""
+        """The policy, and what is computed again or offloaded."""
         if not self.again:
             return str(self.policy)
         units = self.again[0] if len(self.again) == 1 else f"{self.again[0]} to {self.again[-1]}"
-        return f"{self.policy} remat={len(self.again)} units, {units}"
+        return f"{self.policy} {'offload' if self.hosted else 'remat'}={len(self.again)} units, {units}"
 
 
 @dataclass(frozen=True)
@@ -112,8 +128,8 @@ class Choice:
         candidates: all that were tried, the fastest first.
         rates: what simulated times stand on: rates, or measured costs.
         budget: the limit on memory, in bytes.
-        task: what the policy was chosen for. ``task.again`` are the units that are computed again: none, unless no
-            policy fits without.
+        task: what the policy was chosen for. ``task.again`` are the units that are computed again, or with
+            ``task.hosted`` keep their activations on the host: none, unless no policy fits without.
         measured: seconds of a step, by policy, of those that were timed against each other. Empty where the choice is
             by simulated times alone.
         settled: whether it stays. If not, steps of the run are still being timed, and not all run under this policy.
@@ -141,8 +157,8 @@ class Choice:
     @property
     def chosen(self) -> Candidate:
         """The same, with what it would hold and take."""
-        mine = self.policy, self.task.again
-        return next(each for each in self.candidates if (each.policy, each.again) == mine)
+        mine = self.policy, self.task.again, self.task.hosted
+        return next(each for each in self.candidates if (each.policy, each.again, each.hosted) == mine)
 
     @property
     def reason(self) -> str:
@@ -169,7 +185,8 @@ class Choice:
 
     def _took(self, candidate: Candidate) -> str:
         """Return what its steps took, if they were timed."""
-        timed = candidate.again == self.task.again and candidate.policy in self.measured
+        same = (candidate.again, candidate.hosted) == (self.task.again, self.task.hosted)
+        timed = same and candidate.policy in self.measured
         return time_text(self.measured[candidate.policy]) if timed else ""
 
     def _mark(self, candidate: Candidate) -> str:
@@ -208,7 +225,7 @@ def choose(
         task: what is run.
         auto: what was asked for.
         rates: what ops cost, or what that is computed from.
-        others: the same with units computed again. They are asked for where nothing fits.
+        others: the same with units computed again or offloaded. They are asked for where nothing fits.
     """
     found = _every(task, auto, rates)
     if not _fitting(found, auto):
@@ -257,7 +274,7 @@ def timed(task: PolicyTask, policy: Policy, costs: Costs, make: Callable[..., Sc
 def weighed(task: PolicyTask, run: Simulation) -> Candidate:
     """Return what a policy that was timed would hold, too."""
     memory = footprint(run.schedule, task.needs or [Need(0, 0, 0)], task.graphs)
-    return Candidate(run.schedule.policy, memory, run.seconds, run.exposed, task.again)
+    return Candidate(run.schedule.policy, memory, run.seconds, run.exposed, task.again, task.hosted)
 
 
 def _largest(schedule: Schedule, peak: Footprint) -> list[str]:

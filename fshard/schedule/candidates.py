@@ -32,6 +32,7 @@ class PolicyTask:
         train: whether a program has a backward.
         second: by axes over which groups may stay sharded between their uses, the groups as they then are.
         again: the units that are computed again in their backward. ``needs`` are those with it.
+        hosted: whether these units keep their activations on the host, in place of computing them again.
         axes: mesh axes of the collectives that the program itself calls.
         graphs: whether unit graphs write gradients where they are flat.
         flops: operations of the model for one microbatch, without what is computed again; 0 if not known.
@@ -46,6 +47,7 @@ class PolicyTask:
     train: bool = True
     second: Mapping[Axes, Sequence[GroupInfo]] = field(default_factory=dict)
     again: tuple[str, ...] = ()
+    hosted: bool = False
     axes: Sequence[Axes] = ()
     graphs: bool = False
     flops: int = 0

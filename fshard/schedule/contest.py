@@ -174,8 +174,9 @@ def _promising(choice: Choice, limit: float) -> Iterator[Candidate]:
 
 def _fitting(choice: Choice, limit: float) -> Sequence[Candidate]:
     """Candidates that fit, on the units of the choice, the fastest first."""
-    again = choice.task.again
-    return [each for each in choice.candidates if each.again == again and each.memory.peak_bytes <= limit]
+    mine = choice.task.again, choice.task.hosted
+    found = [each for each in choice.candidates if (each.again, each.hosted) == mine]
+    return [each for each in found if each.memory.peak_bytes <= limit]
 
 
 def _best(some: Sequence[Candidate]) -> Candidate:

@@ -99,7 +99,7 @@ def fast_axes(plan: Plan) -> Axes:
 
 def secondary_axes(group: Group, secondary: Axes) -> Axes:
     """The axes over which a group is gathered again in a step; none if that is done as the first time."""
-    fast = tuple(axis for axis in group.gather_axes if axis in secondary)
+    fast = tuple(axis for axis in group.gather_axes if axis in secondary and not group.row)
     return fast if group.parts > 1 and len(fast) < len(group.gather_axes) else ()
 
 
@@ -173,7 +173,7 @@ def _summed(plan: Plan, group: Group, replicas: int) -> tuple[int, int]:
 
 
 def _info(plan: Plan, group: Group, state: StateNeeds) -> GroupInfo:
-    item, read, wire = group.dtype.itemsize, group.compute_dtype.itemsize, group.reduce_dtype.itemsize
+    item, wire = group.dtype.itemsize, group.reduce_dtype.itemsize
     kept = None if group.kinds.hosted else group.resident_cast
     cast = kept[0] * kept[1].itemsize if kept else 0
     scattered = group.scatter_chunk if group.trainable else group.chunk
@@ -181,7 +181,7 @@ def _info(plan: Plan, group: Group, state: StateNeeds) -> GroupInfo:
     copied = own if group.kinds.moved[0] else 0  # from host memory, for the update
     info = GroupInfo(
         name=group.name,
-        full_bytes=group.numel * read * (2 if group.staged else 1),
+        full_bytes=_full(group),
         shard_bytes=scattered * item if group.packed is None else group.packed.nbytes(group.chunk),
         grad_bytes=group.numel * wire if group.trainable else 0,
         trainable=group.trainable,
@@ -192,6 +192,13 @@ def _info(plan: Plan, group: Group, state: StateNeeds) -> GroupInfo:
         copy_bytes=state.copies.get(group.id, 0),
     )
     return dataclasses.replace(info, transfers=_path(plan, group, info))
+
+
+def _full(group: Group) -> int:
+    """Bytes of a gathered group in the form in which units read it, and of the staging of its pieces."""
+    if group.row:
+        return group.wires["all_gather"].nbytes(group.numel)
+    return group.numel * group.compute_dtype.itemsize * (2 if group.staged else 1)
 
 
 def _path(plan: Plan, group: Group, info: GroupInfo) -> tuple[Transfer, ...]:
@@ -208,7 +215,7 @@ def _path(plan: Plan, group: Group, info: GroupInfo) -> tuple[Transfer, ...]:
     if group.gathered:
         form = group.wires.get("all_gather")
         size = group.chunk * group.compute_dtype.itemsize if form is None else form.nbytes(group.chunk)
-        staging = group.parts * size if form is not None and group.travels else 0
+        staging = group.parts * size if form is not None and group.travels and not group.row else 0
         axes = "+".join(group.gather_axes)
         path.append(Transfer("all_gather", STATE, "param", (group.parts - 1) * size, staging, axes, wire=_name(form)))
     if group.trainable and _reduced(group, info, replicas):

@@ -234,6 +234,16 @@ def unit_seconds(stages: StepProgram, needs: Sequence[Need], speed: Speed) -> di
     return {op: sum(each) / len(each) for op, each in times.items()}
 
 
+def hosted_seconds(stages: StepProgram, needs: Sequence[Need], rate: float) -> dict[tuple[str, str], float]:
+    """Return what copies of activations to the host and back take at a rate: the mean over the calls of a unit."""
+    words = {"forward": "activation_offload", "backward": "activation_fetch"}
+    times: dict[tuple[str, str], list[float]] = {}
+    for op, need in zip(stages.computes, needs, strict=bool(needs)):
+        if need.hosted:
+            times.setdefault((words[op.kind], op.target), []).append(need.hosted / rate)
+    return {op: sum(each) / len(each) for op, each in times.items()}
+
+
 def foreseen_costs(stages: StepProgram, needs: Sequence[Need], speed: Speed, links: Mapping[str, Link]) -> Costs:
     """Costs of a program on a device and links that nothing was measured on."""
     return Costs(unit_seconds(stages, needs, speed), links=links)

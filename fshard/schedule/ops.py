@@ -23,7 +23,7 @@ is a group; or a unit, for what a call of it keeps for its backward.
 import functools
 from collections import Counter
 from collections.abc import Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 from fshard.schedule import schedule_refusals
@@ -167,6 +167,11 @@ class Program:
     def text(self) -> str:
         """Equal for equal programs. It is asked for in every step, and made once."""
         return repr(self)
+
+    @functools.cached_property
+    def bare(self) -> "Program":
+        """The same with all activations on the device."""
+        return replace(self, hosted={}) if self.hosted else self
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
+from fshard.sharding.bins import bins
 from fshard.sharding.kinds import Kinds
 from fshard.sharding.leaf import Leaf
 from fshard.sharding.mesh import Axes, Mesh
@@ -186,7 +187,15 @@ class Group:
         axes = {"all_gather": self.gather_axes, "reduce_scatter": self.scatter_axes, "replica_reduce": summed}
         axes["update_gather"] = self.opt_axes
         found = wire_formats(self.leaves[0].wire, axes, self.dtype)
-        return found if self.packed is None else {**found, "all_gather": self.packed}
+        gather = WireFormat("fp8_e4m3", self.row) if self.row else self.packed
+        return found if gather is None else {**found, "all_gather": gather}
+
+    @functools.cached_property
+    def row(self) -> int:
+        """The elements of each row, if it travels and is read in float8, with one scale a row; 0 if it is not."""
+        row, own = self.leaves[0].row, self.chunk // self.opt_parts
+        whole = row and self.kind == "flat" and self.parts > 1 and not any(n % row for n in (own, *self.starts))
+        return row if whole and all(leaf.row == row for leaf in self.leaves) else 0
 
     @functools.cached_property
     def feedback(self) -> bool:
@@ -323,6 +332,7 @@ def make_groups(
         key = (
             *(leaf.gather_axes, kind, leaf.compute.axes, leaf.dtype, leaf.trainable),
             *(leaf.precision, leaf.align, leaf.opt_axes, leaf.kinds, leaf.wire, leaf.packed, apart.get(path)),
+            leaf.row if mesh.axis_size(leaf.gather_axes) > 1 else 0,
         )
         by_key.setdefault((owners[path], key), []).append(leaf)
     groups, count, loads = list[Group](), dict[str, int](), dict[Axes, list[int]]()
@@ -345,17 +355,20 @@ def _group(
     parts, opt_parts = mesh.axis_size(first.gather_axes), mesh.axis_size(first.opt_axes)
     kind = "flat" if first.gather_dim is None else "dim"
     packed = first.packed.block if first.packed is not None else 1
-    grid = math.lcm(ALIGN, first.wire.grid, packed, first.grid, first.align if isinstance(first.align, int) else 1)
-    bins = _bins(members, load) if first.align == "leaf" else [members]
+    row = first.row if parts > 1 else 0
+    grid = math.lcm(
+        *(ALIGN, first.wire.grid, packed, first.grid, row or 1), first.align if isinstance(first.align, int) else 1
+    )
+    packs = bins(members, load, ALIGN) if first.align == "leaf" else [members]
     ordered, starts, ends = [], [], []
-    for chunk_number, leaves in enumerate(bins):
+    for chunk_number, leaves in enumerate(packs):
         end = 0
         for leaf in sorted(leaves, key=lambda leaf: len(leaf.shape) < 2):  # matrices first
             ordered.append(leaf)
             starts.append((chunk_number, end))
             end = _up(end + leaf.numel, grid * (parts if kind == "dim" else 1))
         ends.append(end)
-    own = _up(-(-max(ends) // (parts * opt_parts if len(bins) == 1 else 1)), grid)
+    own = _up(-(-max(ends) // (parts * opt_parts if len(packs) == 1 else 1)), grid)
     return Group(
         id=number,
         name=name,
@@ -370,28 +383,6 @@ def _group(
         opt_axes=first.opt_axes,
         opt_parts=opt_parts,
     )
-
-
-def _bins(leaves: list[Leaf], load: list[int]) -> list[list[Leaf]]:
-    """Whole leaves for each chunk, by size.
-
-    Largest first, each leaf goes to the chunk that holds least (Graham, "Bounds on multiprocessing timing anomalies",
-    1969: at most 4/3 of the optimum). The fullest chunk goes to the part with the smallest ``load`` of earlier groups;
-    ``load`` is updated in place. So all parts update about equally much.
-    """
-    bins: list[list[Leaf]] = [[] for _ in load]
-    held = [0] * len(load)
-    for leaf in sorted(leaves, key=lambda leaf: -leaf.numel):
-        least = held.index(min(held))
-        bins[least].append(leaf)
-        held[least] += _up(leaf.numel, ALIGN)
-    place = {leaf.path: number for number, leaf in enumerate(leaves)}
-    fullest_first = sorted(range(len(load)), key=lambda n: -held[n])
-    out: list[list[Leaf]] = [[] for _ in load]
-    for part, number in zip(sorted(range(len(load)), key=lambda n: load[n]), fullest_first, strict=True):
-        out[part] = sorted(bins[number], key=lambda leaf: place[leaf.path])
-        load[part] += held[number]
-    return out
 
 
 def _up(n: int, multiple: int) -> int:

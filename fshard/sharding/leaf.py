@@ -70,6 +70,12 @@ class Leaf:
         """The dtypes that rules ask for."""
         return self.reading.precision
 
+    @property
+    def row(self) -> int:
+        """The elements of its rows, if these travel in float8, each with a scale; 0 if it travels otherwise."""
+        exact = self.packed is not None or self.wire.gather is not None or self.kinds.hosted or self.dtype.itemsize == 1
+        return 0 if exact or self.products is None or self.at_rest.flat is None else self.compute_shape[1]
+
     def read_in(self, precision: Precision) -> "Leaf":
         """The leaf, read in another precision."""
         return replace(self, reading=self.reading._replace(precision=precision))

@@ -85,6 +85,14 @@ class Frame:
         self.out: Any = None
         self.rest: list[Any] = []
 
+    @classmethod
+    def of(cls, given: Any, trained: list[bool]) -> tuple["Frame", list[Tensor]]:
+        """The frame of parameters and arguments, and the tensors among these."""
+        leaves, spec = tree.flatten(given)
+        places = [i for i, x in enumerate(leaves) if isinstance(x, Tensor)]
+        plain = [None if isinstance(x, Tensor) else x for x in leaves]
+        return cls(spec, plain, places, trained), [leaves[i] for i in places]
+
     def call(self, fn: Callable[..., Any], tensors: Sequence[Tensor]) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
         """The results that may have tangents, and the tensors among the others."""
         filled = list(self.plain)
@@ -167,6 +175,8 @@ class Alone(torch.autograd.Function):
 
 def alone(x: Tensor) -> Tensor:
     """A tensor that is all of its storage."""
+    if x.device.type not in ("cpu", "cuda"):  # tangents take more memory there
+        return x
     if x.storage_offset() == 0 and x.untyped_storage().nbytes() == x.numel() * x.itemsize:
         return x
     made: Tensor = Alone.apply(x)  # type: ignore[no-untyped-call]
@@ -251,11 +261,12 @@ class DualUnits(TransformedUnits):
     Args:
         pairs: each leaf, and its tangent.
         known: the units of parameters and tangents made so far.
+        recorded: whether gradients flow through tangents.
     """
 
-    def __init__(self, pairs: Mapping[str, Pair], known: dict[Unit, Unit]) -> None:
+    def __init__(self, pairs: Mapping[str, Pair], known: dict[Unit, Unit], recorded: bool = True) -> None:
         super().__init__(pairs)
-        self.known = known
+        self.known, self.recorded = known, recorded
 
     def dual(self, pair: Pair) -> Tensor:
         """A leaf with its tangent."""
@@ -265,17 +276,15 @@ class DualUnits(TransformedUnits):
 
     def run(self, engine: Any, unit: Unit, held: list[Pair], given: Any) -> Any:
         """The result of a unit."""
-        leaves, spec = tree.flatten(given)
-        places = [i for i, x in enumerate(leaves) if isinstance(x, Tensor)]
-        plain = [None if isinstance(x, Tensor) else x for x in leaves]
-        frame = Frame(spec, plain, places, [bool(along) for _, along in held])
-        inputs = [forward_parts(leaves[i], self.depth) for i in places[len(held) :]]
+        frame, tensors = Frame.of(given, [bool(along) for _, along in held])
+        inputs = [forward_parts(x, self.depth) for x in tensors[len(held) :]]
         if (made := self.known.get(unit)) is None:
             made = self.known[unit] = Unit(unit.name, DualFunction(unit))
         params = {"at": [one for one, _ in held], "along": [along[0] for _, along in held if along]}
         with below_transforms(self.depth - 1):
             called = frame, [x for x, _ in inputs], [t for _, t in inputs]
             found, along, others = engine.call(made, params, called, {})
+            along = along if self.recorded else [t.detach() for t in along]
             pairs = [(alone(x), alone(t)) for x, t in zip(found, along, strict=True)]
         return frame.result([make_dual(*pair) for pair in pairs], others)
 

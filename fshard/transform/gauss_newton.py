@@ -2,7 +2,6 @@
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -11,6 +10,7 @@ from torch.func import grad, vjp
 from torch.func import jvp as forward
 
 from fshard import tree
+from fshard.arguments import Want, expect
 from fshard.collectives.linear import LinearSum, apply
 from fshard.collectives.ranks import Ranks
 from fshard.collectives.scope import cutting
@@ -18,25 +18,43 @@ from fshard.model.remat_function import exact
 from fshard.runtime.comm import collective_call
 from fshard.runtime.engine import read_loss
 from fshard.runtime.steps.batch_rows import BatchRows
+from fshard.runtime.steps.step_options import RunOptions, read_running
+from fshard.schedule.auto import Auto
+from fshard.schedule.policy import Policy
 from fshard.sharding.plan import Plan
+from fshard.sharding.stage_table import refuse_stages
 from fshard.state.equal import Equal
+from fshard.transform.forward_units import data_of
 from fshard.transform.gather import gather_some
-from fshard.transform.linearized import Linearize, LinearMap, met, own_storage, plain_attention
+from fshard.transform.linearized import Linearize, LinearMap, keeps, met, own_storage, plain_attention
 from fshard.transform.meeting import meeting
 from fshard.transform.product_modes import Flat, ProductModes, direction_of
+from fshard.transform.scheduled_function import MayBeScheduled, ScheduledFunction, Schedules, check_arguments
 from fshard.transform.sharded_loss import LossFn
+from fshard.transform.slopes import CurvedOutputs
 from fshard.transform.tree_vectors import zero_filled
 
 
-@dataclass(frozen=True)
-class GaussNewtonProduct:
-    """``product(params, v, batch)``. Made by ``fs.func.gnvp``."""
+class GaussNewtonProduct(MayBeScheduled):
+    """``product(params, v, batch)``. Made by ``fs.func.gnvp``.
 
-    predict: Callable[..., Any]
-    loss_fn: LossFn
-    plan: Plan
-    pushing: ProductModes = field(default_factory=ProductModes, repr=False)
-    bending: ProductModes = field(default_factory=ProductModes, repr=False)
+    Attributes:
+        predict: the outputs as a function of parameters.
+        loss_fn: the loss as a function of outputs.
+        plan: the plan.
+    """
+
+    def __init__(self, predict: Callable[..., Any], loss_fn: LossFn, plan: Plan, running: RunOptions) -> None:
+        self.predict, self.loss_fn, self.plan, self.running = predict, loss_fn, plan, running
+        self.pushing, self.bending = ProductModes(), ProductModes()
+        self._schedules = Schedules(plan, self._made)
+
+    def _made(self, plan: Plan, double: Plan) -> ScheduledFunction:
+        fn = CurvedOutputs(self.predict, self._bent, plan)
+        return ScheduledFunction(fn, plan, double, self.running, "Gauss-Newton product", True)
+
+    def __repr__(self) -> str:
+        return f"<Gauss-Newton product of {getattr(self.predict, '__name__', 'a function')}>"
 
     @collective_call
     def __call__(self, params: Any, v: Any, batch: Any) -> dict[str, Any]:
@@ -45,6 +63,13 @@ class GaussNewtonProduct:
         Raises:
             TreeError, BatchError: arguments that do not fit, alike on all ranks.
         """
+        check_arguments(self.plan, params, v, batch)
+        if (scheduled := self._found(batch, params, v)) is not None:
+            return scheduled.gradient(scheduled.run(params, [v], batch))
+        return self._transformed(params, v, batch)
+
+    def _transformed(self, params: Any, v: Any, batch: Any) -> dict[str, Any]:
+        """The same, gathered at once."""
         ranks = meeting(self.plan.mesh, batch, BatchRows(), params)
         trained, rest = met(ranks, self.plan, params, batch, Equal(self.plan, {"tool": "gnvp"}), v)
         direction = direction_of(self.plan, trained, v)
@@ -95,6 +120,20 @@ class GaussNewtonProduct:
         slope = grad(functools.partial(self._share, batch))
         return self.bending.run(lambda: forward(slope, (out,), (moved,))[1], lambda: vjp(slope, out)[1](moved)[0])
 
+    def _bent(self, batch: Any, out: Any, moved: Any) -> tuple[Any, Any]:
+        """The Hessian of this rank's total loss by outputs, times a derivative of the outputs; and the loss's count."""
+        count: list[Any] = []
+
+        def total(out: Any) -> Tensor:
+            with exact():
+                loss = read_loss(self.loss_fn(out, batch))
+            count[:] = [loss.count]
+            return loss.total
+
+        slope = grad(total)
+        found = self.bending.run(lambda: forward(slope, (out,), (moved,))[1], lambda: vjp(slope, out)[1](moved)[0])
+        return found, data_of(count[0]).detach() if isinstance(count[0], Tensor) else count[0]
+
     def _share(self, batch: Any, out: Any) -> Tensor:
         """This rank's part of the mean."""
         with exact():
@@ -105,7 +144,13 @@ class GaussNewtonProduct:
         return loss.total / (apply(count, LinearSum(data)) if data.size > 1 else count)
 
 
-def gnvp(predict: Callable[..., Any], loss_fn: LossFn, plan: Plan) -> GaussNewtonProduct:
+def gnvp(
+    predict: Callable[..., Any],
+    loss_fn: LossFn,
+    plan: Plan,
+    *,
+    schedule: Policy | Auto | str | None = None,
+) -> GaussNewtonProduct:
     """The generalized Gauss-Newton matrix times a vector: ``gnvp(predict, loss_fn, plan)(params, v, batch)``.
 
     The matrix is ``J^T H J``, where ``J`` is the Jacobian of the outputs and ``H`` the Hessian of the loss by them
@@ -117,6 +162,8 @@ def gnvp(predict: Callable[..., Any], loss_fn: LossFn, plan: Plan) -> GaussNewto
         predict: ``predict(params, batch)``, this rank's outputs: any pytree of floating tensors.
         loss_fn: ``loss_fn(outputs, batch)``, a scalar or an ``fs.Mean``.
         plan: the plan.
+        schedule: as for ``hvp``. None keeps gathered parameters and their tangents of models whose parameters take up
+            to 128 MiB, and gathers them again otherwise; the attribute ``schedule`` of the function tells.
 
     Returns:
         The function. ``v`` and the product are trees of shards like ``params``, zero for frozen leaves.
@@ -128,7 +175,15 @@ def gnvp(predict: Callable[..., Any], loss_fn: LossFn, plan: Plan) -> GaussNewto
     >>> product({"w": torch.zeros(4)}, {"w": torch.ones(4)}, torch.tensor([[1.0, 2.0]]))
     {'w': tensor([3., 3., 6., 6.])}
     """
-    return GaussNewtonProduct(predict, loss_fn, plan)
+    wants: list[Want] = [
+        ("predict", predict, Callable, "a function predict(params, batch)"),
+        ("loss_fn", loss_fn, Callable, "a function loss_fn(outputs, batch)"),
+        ("plan", plan, Plan, "what fs.make_plan returned"),
+    ]
+    expect("fs.func.gnvp(predict, loss_fn, plan)", wants)
+    refuse_stages("fs.func.gnvp(predict, loss_fn, plan)", plan)
+    chosen = Policy(reshard=not keeps(plan)) if schedule is None else schedule
+    return GaussNewtonProduct(predict, loss_fn, plan, read_running(chosen, False))
 
 
 def _pushed(f: Callable[[Flat], Any], at: Flat, direction: Flat) -> tuple[Any, Any]:

@@ -18,10 +18,11 @@ from fshard.runtime.steps.step_options import RunOptions
 from fshard.schedule.auto import Auto
 from fshard.sharding.plan import Plan
 from fshard.state.equal import Equal
-from fshard.state.flat import Flat, flat_of, form_of
+from fshard.state.flat import Flat, form_of
 from fshard.torch_internals import DispatchModeKey, dispatch_mode
 from fshard.training.latest import OneFunction
 from fshard.transform.active_transforms import under_way
+from fshard.transform.shard_chunks import chunks_of
 from fshard.transform.tangent_plan import with_tangents
 
 UNTOLD = "parameters lie in host memory, or a leaf is named like the tangent of another one"
@@ -81,9 +82,7 @@ class ScheduledFunction:
 
     def run(self, params: Any, directions: Sequence[Any], batch: Any) -> Outcome:
         """The outcome at parameters and directions, trees of shards that were checked."""
-        with torch.no_grad():
-            at = flat_of(params, self.form).chunks
-            along = [flat_of(v, self.form).chunks for v in directions]
+        at, along = chunks_of(params, self.form), [chunks_of(v, self.form) for v in directions]
         chunks = [at[group.id] for group in self.plan.groups]
         chunks += [each[group] for each in along for group in self._trained]
         shards = Shards([Shard(chunk.detach(), {}) for chunk in chunks])

@@ -43,18 +43,15 @@ class TangentFunction:
 
     def total(self, units: TransformedUnits, batch: Any, count: list[Any]) -> tuple[Tensor, tuple[Tensor, ...]]:
         """The total of the loss, and its count if that is a tensor. It goes to ``count`` if it is none."""
-        leaves = self.plan.leaves
-        casting = make_casting(self.plan.precision, {path: leaf.precision for path, leaf in leaves.items()})
         with units:
-            handles = units.handles({path: leaf.shape for path, leaf in leaves.items()}, casting)
-            found = read_loss(self.loss.loss_fn(tree.nest(handles), batch))
+            found = read_loss(self.loss.loss_fn(params_of(self.plan, units), batch))
         self.loss.refuse_aux(found.aux)
         count[:] = [found.count]
         return found.total, (found.count,) if isinstance(found.count, Tensor) else ()
 
     def zero(self) -> Tensor:
         """A scalar to differentiate by: what moves are the leaves."""
-        return torch.zeros((), device=self.plan.mesh.device)
+        return zero_on(self.plan)
 
 
 @dataclass(frozen=True, eq=False)
@@ -133,6 +130,55 @@ class Curvatures(TangentFunction):
 
     def _pairs(self, params: Mapping[str, Any]) -> dict[str, tuple[Tensor, list[Tensor]]]:
         return pairs(self.plan, params, self.count)
+
+
+@dataclass(frozen=True, eq=False)
+class CurvedOutputs:
+    """A scalar of a plan with tangents whose gradient is a Gauss-Newton product.
+
+    It is the inner product of the outputs with a constant: the Hessian of the loss by them, times their derivative
+    along the direction. So no gradient flows through tangents.
+
+    Attributes:
+        predict: the outputs as a function of parameters and a batch.
+        bend: the constant, of the batch, the outputs and their derivative; and the count of the loss.
+        plan: the plan without tangents.
+        known: units made so far.
+    """
+
+    predict: Callable[[Any, Any], Any]
+    bend: Callable[[Any, Any, Any], tuple[Any, Any]]
+    plan: Plan
+    known: dict[Unit, Unit] = field(default_factory=dict, repr=False)
+
+    def __call__(self, params: Any, batch: Any) -> Any:
+        """The scalar, an ``fs.Mean`` if the loss is one."""
+        structure: list[Any] = []
+
+        def of(_: Tensor) -> tuple[Tensor, ...]:
+            with DualUnits(pairs(self.plan, params), self.known, recorded=False) as units:
+                leaves, spec = tree.flatten(self.predict(params_of(self.plan, units), batch))
+            structure[:] = [spec]
+            return tuple(leaves)
+
+        zero = zero_on(self.plan)
+        with plain_attention():
+            found: Any = jvp(of, (zero,), (zero,))
+            out, moved = [tree.unflatten(structure[0], [x.detach() for x in one]) for one in found]
+            bent, count = self.bend(batch, out, moved)
+        parts = [(x * w).sum() for x, w in zip(found[0], tree.leaves(bent), strict=True)]
+        return mean_like(torch.stack(parts).sum(), count)
+
+
+def params_of(plan: Plan, units: TransformedUnits) -> Any:
+    """The parameter tree of a function whose units run there."""
+    casting = make_casting(plan.precision, {path: leaf.precision for path, leaf in plan.leaves.items()})
+    return tree.nest(units.handles({path: leaf.shape for path, leaf in plan.leaves.items()}, casting))
+
+
+def zero_on(plan: Plan) -> Tensor:
+    """A scalar zero."""
+    return torch.zeros((), device=plan.mesh.device)
 
 
 def mean_like(value: Tensor, count: Any) -> Any:

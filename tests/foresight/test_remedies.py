@@ -103,8 +103,8 @@ def test_chunks_of_logits_are_what_the_step_that_has_them_would_hold() -> None:
 
 
 def test_chunks_are_offered_where_there_are_rows_for_them() -> None:
-    assert [len(open_changes(heads(rows))) for rows in (2, 3)] == [1, 2]
-    assert len(open_changes(job())) == 1 and not open_changes(job(remat="all"))
+    assert [len(open_changes(heads(rows))) for rows in (2, 3)] == [2, 3]
+    assert len(open_changes(job())) == 2 and not open_changes(job(remat="all"))
 
 
 @pytest.mark.parametrize("options", [{}, {"compile": "fx"}], ids=str)

@@ -58,6 +58,7 @@ CALLS: dict[str, Callable[[], tuple[Any, ...]]] = {
     "split": lambda: (NET, "blocks.*"),
     "suggest_rules": lambda: (NET, MESH),
     "parallel.parallelize": lambda: (MODEL, MESH, {}),
+    "parallel.document_ids": lambda: (torch.tensor([0, 3, 5]), 6),
     "view.sharding": lambda: (PLAN, "w"),
     "view.step_through": lambda: (None, st(), X),
     "sync_buffers": lambda: ({"a": X}, PLAN),
@@ -140,7 +141,8 @@ SAME = {
     "optim.matrices",  # a question that optimizers ask
     *("tree.add", "tree.vdot", "tree.spread", "func.gnvp", "parallel.padded", "keep"),
     *("parallel.column_linear", "parallel.row_linear", "parallel.layer_norm", "parallel.rms_norm"),
-    *("parallel.ring_attention", "parallel.vocab_cross_entropy", "parallel.vocab_embedding", "parallel.linear"),
+    *("parallel.ring_attention", "parallel.ulysses_attention", "parallel.context_batch"),
+    *("parallel.vocab_cross_entropy", "parallel.vocab_embedding", "parallel.linear"),
     *(f"parallel.{name}" for name in ("column_rule", "row_rule", "expert_rule")),  # two strings
 }
 

@@ -1,6 +1,5 @@
 """Steps whose linear layers multiply in float8: against plain PyTorch, on any number of ranks, in every form."""
 
-import functools
 from pathlib import Path
 from typing import Any
 
@@ -13,91 +12,22 @@ from torch.utils.checkpoint import checkpoint
 import fshard as fs
 from fshard import errors, tree
 from fshard.model.float8 import FLOAT8
-
-BF16 = torch.bfloat16
-FLOAT8_ROWS = fs.Precision(BF16, products="float8_rowwise", inputs=True)
-STEPS, ROWS = 3, 16
-RULES: list[Any] = [(r".*", fs.fsdp("data"))]
-LR = 0.5
-
-Run = tuple[list[float], dict[str, Tensor]]
-
-
-class Block(nn.Module):
-    """Two linear layers and a norm."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(32), nn.Linear(32, 64), nn.Linear(64, 32, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(F.gelu(self.up(self.norm(x))))
-
-
-class Net(nn.Module):
-    """An embedding, blocks and a head that is no unit."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed, self.head = nn.Embedding(16, 32), nn.Linear(32, 16)
-        self.blocks = nn.ModuleList(Block() for _ in range(2))
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = self.embed(tokens)
-        for block in self.blocks:
-            x = block(x)
-        return self.head(x.to(self.head.weight.dtype))
-
-
-@functools.cache
-def model() -> fs.Model:
-    with torch.random.fork_rng():
-        torch.manual_seed(4)
-        return fs.split(Net(), units=("embed", "blocks.*"))
-
-
-def batch(number: int) -> dict[str, Tensor]:
-    draw = torch.Generator().manual_seed(number)
-    x = torch.randint(0, 16, (ROWS, 4), generator=draw)
-    return {"x": x, "y": (x + 1) % 16}
-
-
-def loss_of(net: Any, params: Any, rows: dict[str, Tensor]) -> Tensor:
-    return F.cross_entropy(net.apply(params, rows["x"]).float().flatten(0, 1), rows["y"].flatten())
-
-
-def trained(
-    net: fs.Model | None = None,
-    *,
-    precision: fs.Precision | None = FLOAT8_ROWS,
-    rules: list[Any] = RULES,
-    steps: int = STEPS,
-    **more: Any,
-) -> Run:
-    """Losses and parameters of a run, on the ranks of the mesh that is there."""
-    net = net or model()
-    mesh = fs.make_mesh((-1,), ("data",))
-    plan = fs.make_plan(net, mesh, rules, precision=precision)
-    opt = fs.optim.sgd(LR)
-    step = fs.make_train_step(lambda p, rows: loss_of(net, p, rows), opt, plan, **more)
-    state = fs.init_state(plan, opt, params=net.params)
-    losses = []
-    for number in range(steps):
-        state, metrics = step(state, {name: plan.local_batch(x) for name, x in batch(number).items()})
-        losses.append(float(metrics.loss))
-    if more.get("compile") == "fx":
-        assert "as it is" not in str(step.units), step.units
-        assert net is not model() or str(step.units).count("fx graph 1") == 2, "equal blocks share a graph"
-    return losses, dict(tree.paths(fs.unshard(fs.settle(state).params, plan)))
-
-
-def same(one: Run, other: Run) -> bool:
-    return one[0] == other[0] and all(torch.equal(leaf, other[1][path]) for path, leaf in one[1].items())
-
-
-@functools.cache
-def alone() -> Run:
-    return trained()
+from tests.training.float8_runs import (
+    BF16,
+    FLOAT8_ROWS,
+    LR,
+    ROWS,
+    RULES,
+    STEPS,
+    Block,
+    Run,
+    alone,
+    batch,
+    loss_of,
+    model,
+    same,
+    trained,
+)
 
 
 def kept(x: Tensor) -> Tensor:
@@ -303,20 +233,51 @@ def by_hand(second: Any, precision: fs.Precision = FLOAT8_ROWS) -> float:
 def test_units_written_by_hand() -> None:
     one, exact = by_hand(layer), by_hand(layer, fs.Precision(BF16, inputs=True))
     assert one != exact and one == pytest.approx(exact, rel=0.05)
+    assert by_hand(on_demand) == one
+    assert fs.virtual_mesh((2,), ("any",)).run(lambda _: (by_hand(layer), by_hand(on_demand)), 0) == [(one, one)] * 2
 
 
+def on_demand(p: Any, x: Tensor) -> Tensor:
+    """Code that depends on values, so that no trace tells what follows."""
+    return layer(p, x) if float(x.detach().sum()) < 1e9 else x
+
+
+@fs.unit
+def joined(p: dict[str, Tensor], x: Tensor) -> Tensor:
+    """One that reads its weight among others."""
+    return x @ torch.cat([p["w"], p["w"]])[:32]
+
+
+@fs.unit
+def parted(p: dict[str, Tensor], x: Tensor) -> Tensor:
+    """One that reads parts of its weight."""
+    return x @ torch.cat(p["w"].chunk(2))
+
+
+@fs.unit
+def written(p: dict[str, Tensor], x: Tensor) -> Tensor:
+    """One that copies its weight."""
+    out = torch.zeros_like(x[:1]).repeat(32, 1)
+    out[:] = p["w"]
+    return x @ out
+
+
+@pytest.mark.parametrize("world", [1, 2])
 @pytest.mark.parametrize(
     ("second", "error", "says"),
     [
         (looked_up, errors.PlanError, "two.w is to be multiplied in float8.* by embedding in a unit: give it a rule"),
+        (joined, errors.PlanError, "two.w is .* by cat in a unit"),
+        (parted, errors.PlanError, "two.w is .* by chunk in a unit"),
+        (written, errors.PlanError, "two.w is .* by __setitem__ in a unit"),
         (outside, errors.PlanError, "two.w is to be multiplied in float8.* by code outside of units: give it a rule"),
         (checkpointed, errors.UnitError, "two.w saves by hooks of its own.*remat='all'"),
         (computed_again, (errors.RematError, errors.PlanError), "two.w|fs.remat inside of a unit"),
     ],
 )
-def test_what_would_be_left_out_silently_is_refused(second: Any, error: Any, says: str) -> None:
+def test_what_would_be_left_out_silently_is_refused(world: int, second: Any, error: Any, says: str) -> None:
     with pytest.raises(error, match=says):
-        by_hand(second)
+        fs.virtual_mesh((world,), ("any",)).run(lambda _: by_hand(second), 0)
 
 
 class Tied(nn.Module):

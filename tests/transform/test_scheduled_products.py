@@ -13,11 +13,14 @@ import fshard as fs
 from fshard import tree
 from fshard.errors import PlanError
 from fshard.schedule import check
+from fshard.state.flat import form_of
+from fshard.state.flat_maps import join_pieces
 from fshard.transform import trace_samples
+from fshard.transform.shard_chunks import chunks_of
 from tests.shared.bad import Raised, attempt
 from tests.shared.virtual import Job
 from tests.transform import cases as cases
-from tests.transform.test_tools import whole_hvp
+from tests.transform.test_tools import outer_loss, whole_gnvp, whole_hvp
 from tests.transform.test_transforms import FLAT, differences, mine
 
 F = torch.func
@@ -109,12 +112,13 @@ def forwards(plan: fs.Plan, params: Any, along: Any, x: Any) -> list[str]:
     found, other = together(params, x, key), apart(params, x, key)
     out += differences(found, together._by_products(params, x, key), plan, "samples")
     out += differences(other, found, plan, "two runs")
-    out += ["record"] * any(tool.record != tool.schedule.ops for tool in (slope, together, apart))
+    curved = fs.func.gnvp(cases.predict, outer_loss, plan, schedule=fs.Policy(prefetch=0))
+    out += differences(curved(params, along, x), whole_gnvp(cases.directions()), plan, "Gauss-Newton")
+    out += ["record"] * any(tool.record != tool.schedule.ops for tool in (slope, together, apart, curved))
     gathers = {tool: Counter(op.kind for op in tool.schedule)["all_gather"] for tool in (slope, together, apart)}
-    one = gathers[slope] // 2
     trained = sum(group.trainable for group in plan.groups if group.parts > 1)
     frozen = sum(not group.trainable for group in plan.groups if group.parts > 1)
-    assert plan.mesh.size == 1 or [*gathers.values()] == [n * trained + frozen for n in (2, 4, 3)], (gathers, one)
+    assert plan.mesh.size == 1 or [*gathers.values()] == [n * trained + frozen for n in (2, 4, 3)], gathers
     return out
 
 
@@ -272,3 +276,39 @@ def test_a_choice_is_made_once() -> None:
         fs.func.hvp(cases.mean_loss, plan, reshard=True, schedule="auto")
     assert fs.func.hvp(cases.mean_loss, plan, schedule="auto").reshard
     assert not fs.func.hvp(cases.mean_loss, plan, schedule=fs.Policy(reshard=False)).reshard
+
+
+def chunked() -> list[str]:
+    """On a rank: which trees are read where they lie, and what is wrong with chunks of those that are copied."""
+    with fs.make_mesh(*FLAT) as mesh:
+        plan, out = cases.plan_on(mesh), []
+        form, shards = form_of(plan), fs.shard(cases.whole(), plan)
+        whole = {group.id: chunk for group, chunk in zip(plan.groups, own_chunks(plan, shards), strict=True)}
+        lying = {
+            "as they are": shards,
+            "of a gradient": fs.value_and_grad(cases.weighted_loss, plan)(shards, mine(X, mesh))[1],
+        }
+        copied = {
+            "clones": tree.map(torch.clone, shards),
+            "other strides": tree.map(lambda x: torch.stack((x, x), -1)[..., 0], shards),
+        }
+        for name, given in {**lying, **copied}.items():
+            found = chunks_of(given, form)
+            own = {leaf.untyped_storage().data_ptr() for leaf in tree.leaves(given)}
+            for group in plan.groups:
+                if name in lying and group.name in ("layers.0", "root"):
+                    lies = found[group.id].untyped_storage().data_ptr() in own
+                    out += [f"{name}: {group.name} was copied"] * (not lies)
+                if name in copied and not torch.equal(found[group.id], whole[group.id]):
+                    out.append(f"{name}: {group.name}")
+        return out
+
+
+def own_chunks(plan: fs.Plan, shards: Any) -> list[Tensor]:
+    """This rank's chunk of each group, by the linear map of transforms."""
+    flat = dict(tree.paths(shards))
+    return [join_pieces(group, plan.mesh, [flat[leaf.path] for leaf in group.leaves]) for group in plan.groups]
+
+
+def test_shards_are_gathered_from_where_they_lie() -> None:
+    assert not sum(fs.virtual_mesh((3,), ("any",)).run(chunked), [])

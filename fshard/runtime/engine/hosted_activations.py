@@ -177,7 +177,9 @@ class HostedActivations:
 
     def come(self, call: HostedKey) -> None:
         """Start to copy it back. What a later call has kept too is back already."""
-        coming = [one for one in self.held.pop(call, ()) if one.kept is not None and one.back is None]
+        held = self.held.pop(call, [])
+        coming = [one for one in held if one.kept is not None and one.back is None]
+        held.clear()  # autograd's hooks refer to the list
         back, handle = self.copies.come(call, [one.kept for one in coming if one.kept is not None])
         for one, target in zip(coming, back, strict=True):
             one.back = target

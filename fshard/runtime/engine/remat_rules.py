@@ -129,9 +129,10 @@ def differentiated(units: Sequence[str]) -> PlanError:
     )
 
 
-def again(units: Sequence[str]) -> Remat:
-    """Rules under which these units are computed again, and all of each."""
-    return Remat(tuple((escaped(unit), nothing) for unit in units))
+def again(units: Sequence[str], hosted: bool = False) -> Remat:
+    """Rules under which these units are computed again, and all of each; with ``hosted``, offloaded."""
+    policy = offload() if hosted else nothing
+    return Remat(tuple((escaped(unit), policy) for unit in units))
 
 
 def own_generator(unit: str) -> PlanError:

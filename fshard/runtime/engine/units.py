@@ -9,6 +9,7 @@ from torch import Tensor
 
 from fshard import tree
 from fshard.errors import UnitError
+from fshard.model.float8 import attach_rows, rows_of
 from fshard.model.unit import Unit, slot_of
 from fshard.runtime.engine.hosted_activations import HostedActivations
 from fshard.runtime.engine.proxies import Proxy
@@ -138,7 +139,7 @@ class Units:
         stopped = [getattr(slot, "stopped", False) for slot in key[1]]
         if any([type(leaf) is Proxy for leaf in leaves]):
             leaves = [self._slots.by_path[path] for path in self.reads[name].paths]
-            leaves = [leaf.detach() if stop else leaf for leaf, stop in zip(leaves, stopped, strict=True)]
+            leaves = [_detached(leaf) if stop else leaf for leaf, stop in zip(leaves, stopped, strict=True)]
             params = tree.unflatten(spec, leaves)
         run = unit.prepare(params) if unit.prepare else functools.partial(unit.fn, params)
         called = Called(
@@ -162,6 +163,11 @@ class Units:
             name = f"{function}({','.join(paths)})"
         self.reads.setdefault(name, UnitReads(paths, self._plan, self._slots))
         return name
+
+
+def _detached(leaf: Tensor) -> Tensor:
+    attach_rows(alone := leaf.detach(), rows_of(leaf))
+    return alone
 
 
 GRAD, VERSION = operator.attrgetter("grad"), operator.attrgetter("_version")

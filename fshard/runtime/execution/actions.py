@@ -17,7 +17,7 @@ from fshard.runtime.execution.pending_update import Update
 from fshard.runtime.execution.replica_sums import ReplicaBuffers, Replicas
 from fshard.runtime.execution.resident import Resident, Standing
 from fshard.runtime.execution.shards import Shards
-from fshard.runtime.execution.wires import gathered, scattered, updated
+from fshard.runtime.execution.wires import gathered, rows_gathered, scattered, updated
 from fshard.runtime.memory.allocation import allocate, deallocate
 from fshard.runtime.memory.gradients import FlatGradients, GradientBuffers
 from fshard.runtime.memory.optimizer_layout import RESIDUAL
@@ -192,6 +192,9 @@ class Actions:
             return Done()
         form, full = group.wires.get("all_gather"), target
         shard = self.resident.read(group)
+        if group.row:
+            comm = self.comms.over("all_gather", group.gather_axes)
+            return rows_gathered(comm, full, shard, group.numel, self._now())
         if form is not None:
             rows = group.parts * shard.numel()
             target = shard.new_empty(rows, device=full.device) if group.travels else shard

@@ -6,12 +6,16 @@ from weakref import ref
 import torch
 from torch import Tensor
 
+from fshard.model.float8 import FLOAT8, rounded_rows
 from fshard.runtime.comm import packing
 from fshard.runtime.comm.packing import Kernels
 from fshard.runtime.execution.shards import Shard, Shards
 from fshard.runtime.memory.slots import Slots
 from fshard.runtime.memory.step_memory import StepMemory
 from fshard.sharding.layout import Group
+
+MANY = 1 << 22
+"""Elements that a device rounds at once: what it makes for that takes 13 bytes an element, and is let go of."""
 
 
 class Resident:
@@ -53,8 +57,22 @@ def convert(group: Group, shard: Tensor, cast: Tensor, kernels: Kernels) -> None
     form = group.wires.get("all_gather")
     if form is None:
         cast.copy_(shard)
+    elif group.row:
+        round_rows(group, shard, cast)
     else:
         (packing.pack if group.gathered else packing.rounded)(shard, form, cast, kernels)
+
+
+def round_rows(group: Group, shard: Tensor, cast: Tensor) -> None:
+    """Round the rows of a shard to float8, from the dtype of compute: payloads, and behind them scales."""
+    rows = shard.view(-1, group.row)
+    payload = cast[: shard.numel()].view(FLOAT8).view(rows.shape)
+    scales = cast[shard.numel() :].view(torch.float32).unsqueeze(1)
+    some = max(1, (packing.PIECE if packing.on_host(shard.device) else MANY) // group.row)
+    for begin in range(0, len(rows), some):
+        codes, factors = rounded_rows(rows[begin : begin + some].to(group.compute_dtype))
+        payload[begin : begin + some].copy_(codes)
+        scales[begin : begin + some].copy_(factors)
 
 
 class Standing:

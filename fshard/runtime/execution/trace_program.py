@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from fshard import tree
 from fshard.errors import RematError, UnitError, written_data
-from fshard.model.float8 import read_otherwise
+from fshard.model.float8 import attach_rows, read_otherwise, rounded_rows, rows_of
 from fshard.model.foreign_objects import held, opaque
 from fshard.model.unit import slot_of
 from fshard.runtime.engine.activations import Activations, TracedCopies
@@ -269,7 +269,7 @@ def _traced_in(
             fake_leaves(engine, plan)
         fake = faked(batch, functools.partial(as_fake, mode))
         activations = Activations(
-            [x for x in (*tree.leaves(fake), *engine.slots.by_path.values()) if isinstance(x, Tensor)],
+            [x for x in (*tree.leaves(fake), *_read(engine)) if isinstance(x, Tensor)],
             lambda: bool(engine.inside),
         )
         watching.append(activations)
@@ -330,12 +330,20 @@ def without_data(
         yield
 
 
+def _read(engine: Engine) -> Iterator[Tensor]:
+    """The tensors that units read of an engine's leaves."""
+    for leaf in engine.slots.by_path.values():
+        yield from (leaf, *(rows_of(leaf) or ()))
+
+
 def fake_leaves(engine: Engine, plan: Plan) -> None:
     """Put fake leaves of the current mode in the place of an engine's."""
     for slots in engine.slots.groups:
         for number, leaf in enumerate(slots.group.leaves):
             fake = torch.empty(leaf.compute_shape, dtype=slots.group.compute_dtype, device=plan.mesh.device)
             engine.slots.replace(slots, number, fake.requires_grad_(leaf.trainable))
+            if slots.group.row:
+                attach_rows(fake, rounded_rows(fake.detach()))
 
 
 def _backward(engine: Engine, result: Any) -> tuple[bool, bool]:

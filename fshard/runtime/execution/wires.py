@@ -4,7 +4,7 @@ A reduction packs each rank's gradient once. The parts travel all-to-all, or to 
 order of ranks, in the dtype of the sum: nothing is packed again on the way (ZeRO++, Wang et al., 2023).
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fshard.runtime.comm import Handle
 from fshard.runtime.comm.communicator import Communicator
-from fshard.runtime.comm.device_streams import events
+from fshard.runtime.comm.device_streams import Event, events
 from fshard.runtime.comm.packing import (
     MOST,
     PIECE,
@@ -34,6 +34,8 @@ def compile_kernels(groups: Iterable[Group], mesh: Mesh, kernels: Kernels) -> No
     for group in groups:
         sums = {"reduce_scatter": [group.scatter_axes], "replica_reduce": [group.opt_axes, group.rest_axes]}
         for kind, form in group.wires.items() if group.numel >= PIECE else ():
+            if kind == "all_gather" and group.row:
+                continue
             kernels("pack", form, 1)
             sizes = [mesh.axis_size(axes) for axes in sums[kind]] if kind in sums else [1]
             for rows in [rows for rows in sizes if rows > 1 or kind not in sums]:
@@ -67,6 +69,33 @@ def gathered(
     return Unpacking(
         work, lambda: unpack_rows(rows.view(parts, -1), form, out.view(parts, -1), 0, kernels), (rows, sent)
     )
+
+
+@dataclass(frozen=True)
+class JointHandle:
+    """The handle of several transfers that are waited for together."""
+
+    handles: tuple[Handle, ...]
+
+    def wait(self) -> None:
+        """Wait for all of them."""
+        for handle in self.handles:
+            handle.wait()
+
+
+def rows_gathered(comm: Communicator, full: Tensor, shard: Tensor, numel: int, after: Sequence[Event | None]) -> Handle:
+    """Start an all-gather of rounded rows, which arrive where units read them: payloads, and behind them scales.
+
+    Args:
+        comm: the communicator.
+        full: bytes for all rows.
+        shard: this rank's.
+        numel: the elements of all rows, each a byte of the payload.
+        after: what the transfers wait for.
+    """
+    own = numel // comm.size
+    scales = comm.all_gather(full[numel:], shard[own:], after)
+    return JointHandle((scales, comm.all_gather(full[:numel], shard[:own], after)))
 
 
 def scattered(

@@ -10,6 +10,7 @@ from torch import Tensor
 from fshard import tree
 from fshard.errors import TransformError
 from fshard.model.changed_buffers import Watch
+from fshard.model.float8 import rows_of
 from fshard.model.remat_function import autocast_state
 from fshard.model.unit import Unit
 from fshard.runtime.comm.packing import Kernels, no_kernels
@@ -198,7 +199,8 @@ class Graphs:
             around, found = self.cache.graph((*source.key, key[-1]), source)
         self.cache.note(name, found)
         if isinstance(found, Graph):
-            bound = Bound(found, leaves, [self.places[path] for path in paths], self.grads)
+            rounded = [x for leaf in leaves for x in rows_of(leaf) or ()]
+            bound = Bound(found, [*leaves, *rounded], [self.places[path] for path in paths], self.grads)
             if found.source.fn is not unit.fn:
                 around = Surroundings(unit.fn, around.reads)  # an equal unit reads values of its own
         form = GraphForm(around, bound)
@@ -210,7 +212,8 @@ class Graphs:
     ) -> Source:
         values, spec = tree.flatten(args)
         grad = torch.is_grad_enabled()
-        metas = tuple(meta_of(leaf, grad) for leaf in leaves)
+        rounded = {n: rows for n, leaf in enumerate(leaves) if (rows := rows_of(leaf)) is not None}
+        metas = tuple(meta_of(x, grad) for x in (*leaves, *(x for rows in rounded.values() for x in rows)))
         shared = [n for n, path in enumerate(paths) if self.readers.get(self.places[path][0], 0) > 1]
         return Source(
             fn=unit.fn,
@@ -221,6 +224,7 @@ class Graphs:
             values=tuple(meta_of(x, grad) if isinstance(x, Tensor) else x for x in _without_repeats(values)),
             grad=grad,
             policy=self.remat.of(name) if grad else None,
+            rows=tuple(rounded),
         )
 
     def _reason(self, name: str, leaves: list[Tensor], paths: Sequence[str], args: Any) -> str:

@@ -22,6 +22,7 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
 from fshard import tree
 from fshard.model import draws
 from fshard.model.checkpoint_policies import SavePolicy
+from fshard.model.float8 import attach_rows
 from fshard.runtime.engine.fake_fallback import KernelFakeMode, quiet
 from fshard.runtime.memory.slots import storage_of
 from fshard.torch_internals import DisableAutocast, FakeTensor, TorchDispatchMode
@@ -92,6 +93,7 @@ class Source:
     values: tuple[Any, ...]
     grad: bool  # whether gradients are enabled
     policy: SavePolicy | None = None  # which results are kept for the backward; None keeps what autograd keeps
+    rows: tuple[int, ...] = ()  # the leaves without values, whose payloads and scales follow all leaves of the params
 
     @property
     def key(self) -> tuple[Any, ...]:
@@ -99,7 +101,7 @@ class Source:
         kind = getattr(self.fn, "kind", None)
         values = tuple(x if isinstance(x, (Meta, Same)) else exact(x) for x in self.values)
         code = self.fn if kind is None else kind()
-        return code, self.params, self.args, self.leaves, self.shared, values, self.policy
+        return code, self.params, self.args, self.leaves, self.shared, values, self.policy, self.rows
 
     @property
     def inputs(self) -> list[Meta]:
@@ -116,7 +118,10 @@ class Source:
         values = [next(rest) if isinstance(value, Meta) else value for value in self.values]
         values = [inputs[value.number] if isinstance(value, Same) else value for value in values]
         args, kwargs = tree.unflatten(self.args, values)
-        return self.fn(tree.unflatten(self.params, leaves), *args, **kwargs)
+        own, more = leaves[: len(leaves) - 2 * len(self.rows)], iter(leaves[len(leaves) - 2 * len(self.rows) :])
+        for number in self.rows:
+            attach_rows(own[number], (next(more), next(more)))
+        return self.fn(tree.unflatten(self.params, own), *args, **kwargs)
 
 
 Tangents = tuple[tuple[int, ...] | None, ...]

@@ -6,6 +6,7 @@ valid again, so saved-tensor hooks, resized storages and recomputation are not n
 own version counters, so a gather, which writes to the arena, does not change them.
 """
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor
 
 from fshard.model.casting import Casting
+from fshard.model.float8 import FLOAT8, attach_rows
 from fshard.model.unit import Slot, attach, slot_of
 from fshard.runtime.memory.allocation import allocate, deallocate, with_memory
 from fshard.sharding.layout import Group
@@ -60,9 +62,12 @@ class GroupSlots:
     def bind(self, buffer: Tensor) -> None:
         """Make the leaves views of a full buffer. They stay the same objects."""
         self.storages = {buffer.untyped_storage()._cdata}
+        self.binds += 1
+        if self.group.row:
+            self.storages |= bind_rows(self.group, buffer.data, self.leaves)
+            return
         for view, leaf in zip(leaf_views(self.group, buffer.data), self.leaves, strict=True):
             leaf.data = view
-        self.binds += 1
 
     def bind_resident(self, buffer: Tensor) -> None:
         """Make the leaves of a group that is not gathered views of its shard, or of its cast."""
@@ -106,7 +111,7 @@ class Slots:
     """
 
     def __init__(self, plan: Plan, engine: Any) -> None:
-        casting = casting_of(plan.precision, plan.leaves)
+        casting = casting_of(plan.precision, (plan.whole or plan).leaves)
         self.groups = [GroupSlots(group, plan.mesh, engine, casting) for group in plan.groups]
         self.by_path = {
             leaf.path: tensor
@@ -141,7 +146,8 @@ class Slots:
             group = slots.group
             at = offsets.get(f"param:{group.name}")
             if at is not None:
-                slots.full = cut(arena, at, group.numel, group.compute_dtype)
+                rows = group.wires["all_gather"].nbytes(group.numel) if group.row else 0
+                slots.full = cut(arena, at, rows or group.numel, torch.uint8 if rows else group.compute_dtype)
                 slots.bind(slots.full)
                 if group.staged:
                     slots.stage = cut(arena, at + slots.full.nbytes, group.numel, group.compute_dtype)
@@ -199,6 +205,7 @@ class Slots:
             slots.grads, slots.gaps = [], []
             for leaf in slots.leaves:
                 leaf.data = leaf.new_empty(0)
+                attach_rows(leaf, None)
 
 
 def cut(arena: Tensor, offset: int, numel: int, dtype: torch.dtype) -> Tensor:
@@ -209,6 +216,24 @@ def cut(arena: Tensor, offset: int, numel: int, dtype: torch.dtype) -> Tensor:
 def storage_of(x: Tensor) -> int | None:
     """The identity of the storage of a tensor; None for one without, such as a sparse one."""
     return x.untyped_storage()._cdata if x.layout is torch.strided else None
+
+
+def bind_rows(group: Group, buffer: Tensor, leaves: list[Tensor]) -> set[int]:
+    """Make rounded rows of leaves views of a full buffer of bytes: payloads, and behind them scales.
+
+    The leaves themselves are one nan in their shape.
+
+    Returns:
+        The identity of the storage of that.
+    """
+    payload, scales = buffer[: group.numel].view(FLOAT8), buffer[group.numel :].view(torch.float32)
+    nothing = torch.full((1,), math.nan, dtype=group.compute_dtype, device=buffer.device)
+    for start, leaf, tensor in zip(group.starts, group.leaves, leaves, strict=True):
+        n, m = leaf.compute_shape
+        tensor.data = nothing.expand(n, m)
+        first = start // m
+        attach_rows(tensor, (payload[start : start + n * m].view(n, m), scales[first : first + n].view(n, 1)))
+    return {nothing.untyped_storage()._cdata}
 
 
 def leaf_views(group: Group, buffer: Tensor) -> list[Tensor]:

@@ -25,7 +25,7 @@ from fshard.runtime.memory.gradients import FlatGradients, GradientBuffers
 from fshard.runtime.memory.step_memory import StepMemory
 from fshard.runtime.steps.backends import make_cache, packing_kernels
 from fshard.runtime.steps.contests import Contest, opened
-from fshard.runtime.steps.measured_rates import Again, decided, foreseen
+from fshard.runtime.steps.measured_rates import Again, decided, foreseen, ways
 from fshard.runtime.steps.step_options import RunOptions
 from fshard.schedule.activation_moves import called
 from fshard.schedule.auto import Auto, Choice
@@ -139,9 +139,9 @@ class Programs:
         """
         choice, needs = None, found.needs
         if isinstance(self.policy, Auto):
-            choice = self.choices.get(found.program.text)
+            choice = self.choices.get(found.program.bare.text)
             if choice is None:  # what this rank alone would choose
-                choice = foreseen(self._task(found), self.policy, self._again(retraced))
+                choice = foreseen(self._task(found), self.policy, self._again(retraced), ways(self.plan))
                 needs = tuple(choice.task.needs)
             schedule = choice.schedule
         else:
@@ -167,7 +167,7 @@ class Programs:
 
     def undecided(self, found: ProgramTrace) -> Auto | None:
         """Return what chooses the policy of a program, where all ranks still have to do that together; else None."""
-        auto, text = self.policy, found.program.text
+        auto, text = self.policy, found.program.bare.text
         if not isinstance(auto, Auto):
             return None
         contest = self.contests.get(text)
@@ -175,7 +175,7 @@ class Programs:
 
     def decide(self, found: ProgramTrace, first: Callable[[], tuple[Choice, Contest | None]]) -> None:
         """Choose the policy of a program: by foresight at ``first``, then by what steps take. Collective."""
-        text = found.program.text
+        text = found.program.bare.text
         contest, choice = self.contests.pop(text, None), self.choices.get(text)
         if contest is None or choice is None:
             choice, following = first()
@@ -193,17 +193,17 @@ class Programs:
 
     def remat_of(self, found: ProgramTrace) -> Remat:
         """Say which units of a program are computed again in their backward."""
-        choice = self.choices.get(found.program.text)
-        return again(choice.task.again) if choice is not None and choice.task.again else self.remat
+        choice = self.choices.get(found.program.bare.text)
+        return again(choice.task.again, choice.task.hosted) if choice is not None and choice.task.again else self.remat
 
     def _again(self, retraced: Retraced | None) -> Again | None:
-        """The needs of a program with units computed again, where the user has not said which are."""
+        """The needs of a program with units computed again or offloaded, where the user has not said which are."""
         if retraced is None or self.remat.rules or not self.train:
             return None
 
-        def needs(units: tuple[str, ...]) -> tuple[Need, ...]:
+        def needs(units: tuple[str, ...], hosted: bool) -> tuple[Need, ...]:
             try:
-                found = retraced(again(units))
+                found = retraced(again(units, hosted))
             except (RematError, PlanError):
                 return ()
             return found.needs if found is not None else ()
@@ -218,7 +218,7 @@ class Programs:
     def scheduled(self, found: ProgramTrace) -> Prepared:
         """A program with its schedule, made at the first call."""
         program, weighted, foreign = found.program, found.weighted, found.foreign
-        contest = self.contests.get(program.text)
+        contest = self.contests.get(program.bare.text)
         timed = None if contest is None else contest.schedule.policy
         key = (program.text, weighted, foreign, found.inner, found.axes, found.exact, timed)
         if key not in self.made:

@@ -1,0 +1,48 @@
+"""Trees of shards as the chunks that schedules gather from, without copies where leaves are views of their chunks."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fshard.sharding.layout import Group
+from fshard.state.elementwise import unguarded
+from fshard.state.flat import FlatForm, known_flat
+
+Placed = tuple[int, int, Tensor]
+"""The range of a leaf in the chunk of its group, and the leaf."""
+
+
+def chunks_of(given: Any, form: FlatForm) -> Mapping[int, Tensor]:
+    """The chunk of each group, to be read: a view of the memory of its leaves where these lie as they do in it.
+
+    Elements of no leaf may have any value.
+    """
+    flat = known_flat(given)
+    if flat is not None and flat.form.order.paths == form.order.paths:
+        return flat.chunks
+    placed: dict[int, list[Placed]] = {group.id: [] for group in form.groups}
+    for leaf, (group, begin, end, _) in zip(form.read(given), form.places, strict=True):
+        if end > begin:
+            placed[group].append((begin, end, leaf))
+    with torch.no_grad(), unguarded():
+        return {group.id: _chunk(group, placed[group.id], form) for group in form.groups}
+
+
+def _chunk(group: Group, leaves: Sequence[Placed], form: FlatForm) -> Tensor:
+    """The chunk of a group: where its leaves lie, or a copy of them."""
+    device = form.plan.mesh.device
+    if leaves and all(leaf.is_contiguous() and leaf.dtype == group.dtype for _, _, leaf in leaves):
+        begin, _, first = leaves[0]
+        storage, start = first.untyped_storage(), first.storage_offset() - begin
+        alike = all(
+            leaf.untyped_storage().data_ptr() == storage.data_ptr() and leaf.storage_offset() - at == start
+            for at, _, leaf in leaves
+        )
+        if alike and start >= 0 and (start + group.chunk) * group.dtype.itemsize <= storage.nbytes():
+            return first.detach().as_strided((group.chunk,), (1,), start)
+    made = torch.zeros(group.chunk, dtype=group.dtype, device=device)
+    for begin, end, leaf in leaves:
+        made[begin:end] = leaf.detach().reshape(-1)
+    return made
