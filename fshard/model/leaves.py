@@ -18,13 +18,23 @@ from fshard.torch_internals import DisableTorchFunctionSubclass
 
 
 class LeafOrder:
-    """The leaves that a tree must have: their ``paths``, in order, and their shapes, if these are to be checked."""
+    """The leaves that a tree must have: their ``paths``, in order, and their shapes, if these are to be checked.
 
-    def __init__(self, what: str, paths: Iterable[str], shapes: Mapping[str, torch.Size] | None = None) -> None:
+    Of the leaves in ``cuts`` a tree may have equal parts along that dim: code around their modules checks which.
+    """
+
+    def __init__(
+        self,
+        what: str,
+        paths: Iterable[str],
+        shapes: Mapping[str, torch.Size] | None = None,
+        cuts: Mapping[str, int] | None = None,
+    ) -> None:
         nested = tree.nest({path: path for path in paths})
         self.paths = tuple(path for path, _ in tree.paths(nested))
         self._what = what
         self._shapes = None if shapes is None else [shapes[path] for path in self.paths]
+        self._cuts = cuts or {}
         self._nested = nested
         sorted_paths, self._spec = tree.flatten(nested)  # flattening sorts the keys of dicts
         place = {path: i for i, path in enumerate(self.paths)}
@@ -97,8 +107,15 @@ class LeafOrder:
             leaf = found.get(path)
             slot = slot_of(leaf)
             shape = slot.shape if slot is not None else tuple(leaf.shape) if isinstance(leaf, Tensor) else None
-            if shape is not None and shape != want:
+            if shape is not None and shape != want and not _part(shape, want, self._cuts.get(path)):
                 yield path, shape, want
+
+
+def _part(shape: tuple[int, ...], want: tuple[int, ...], dim: int | None) -> bool:
+    """Tell whether a leaf is one of equal parts along a dim."""
+    if dim is None or len(shape) != len(want) or not shape[dim]:
+        return False
+    return (*shape[:dim], *shape[dim + 1 :]) == (*want[:dim], *want[dim + 1 :]) and want[dim] % shape[dim] == 0
 
 
 _SHARDS = (

@@ -276,8 +276,10 @@ def surround(model: Model, around: Mapping[str, AroundCall]) -> Model:
     for path in around:
         if "forward" in vars(model.module.get_submodule(path)):
             raise model_refusals.replaced_forward(path)
-    body = model._body
-    made = _body(body.module, body.params, body.buffers, model.units, around)
+    body, shapes = model._body, {path: leaf.shape for path, leaf in tree.paths(model.params)}
+    dims = {f"{owner}.{name}": dim for owner, call in around.items() for name, dim, _ in call.cuts}
+    order = LeafOrder("params", shapes, shapes, {model.aliases.get(path, path): dim for path, dim in dims.items()})
+    made = _body(body.module, order, body.buffers, model.units, around)
     return replace(model, around=dict(around), _body=made)
 
 

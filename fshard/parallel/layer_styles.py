@@ -35,18 +35,17 @@ class Style(AroundCall):
             PlanError: a leaf is not this rank's part.
         """
         ranks = bound_size(self.axis)
-        if ranks == 1:
-            return plain(module, args, kwargs)
         for name, dim, size in self.cuts:
             leaf = module._parameters[name]
             if leaf is not None and leaf.shape[dim] * ranks != size:
                 raise PlanError(
                     f"{type(module).__name__}.{name} {path_of(leaf)}: {list(leaf.shape)} along dim {dim} is not one of "
-                    f"{ranks} parts of {size}, over axis {self.axis!r}: whole parameters belong to the model that was "
-                    f"not parallelized, and plans to rules of fs.suggest_rules(model, mesh)"
+                    f"{ranks} parts of {size}, over axis {self.axis!r} of the mesh in scope: a plan has the rules of "
+                    f"fs.suggest_rules(model, mesh); whole parameters are for calls without a mesh in scope"
                 )
-            self._check(leaf, dim)
-        return self.inside(module, args, kwargs)
+            if ranks > 1:
+                self._check(leaf, dim)
+        return plain(module, args, kwargs) if ranks == 1 else self.inside(module, args, kwargs)
 
     def _check(self, leaf: Tensor | None, dim: int) -> None:
         check_cut(leaf, self.axis, dim, type(self).__name__, "the rules of fs.suggest_rules(model, mesh)")

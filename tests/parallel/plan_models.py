@@ -17,6 +17,11 @@ SGD = {"lr": 0.5, "momentum": 0.9}
 
 DENSE = ("Llama", "Qwen2", "Qwen3", "Gemma3", "Phi3", "Olmo2")
 MIXED = ("Qwen3Moe", "Mixtral", "GptOss", "DeepseekV3")
+MORE_MIXED = """
+Afmoe AriaText BailingHybrid Beam Cohere2Moe DeepseekV2 Dots1 Ernie4_5_Moe ExaoneMoe FlexOlmo Glm4Moe Glm4MoeLite
+GraniteMoe GraniteMoeHybrid GraniteMoeSWA GraniteMoeShared HYV3 HYV4 HunYuanMoEV1 MiMoV2Flash MiniMax MiniMaxM2
+NemotronH Olmoe Qwen2Moe Qwen3Next Qwen3_5Moe SolarOpen
+""".split()
 
 
 def hugging_face(family: str, **options: Any) -> nn.Module:

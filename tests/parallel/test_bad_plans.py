@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import fshard as fs
 from fshard import parallel
-from fshard.errors import PlanError, ReplicationError
+from fshard.errors import PlanError, ReplicationError, TreeError
 from tests.parallel.plan_models import Net, batch, net, planned, train
 
 MESH = fs.abstract_mesh((2, 2), ("data", "tp"))
@@ -137,6 +137,17 @@ def test_whole_parameters_where_parts_are_expected_are_refused() -> None:
 
     with pytest.raises(PlanError, match=r"Embedding\.weight .*\[64, 8\] along dim 0 is not one of 2 parts of 64"):
         mesh.run(called)
+
+
+def test_parts_of_parameters_without_a_mesh_are_refused() -> None:
+    model = parallel.parallelize(fs.split(net()), MESH)
+    leaves = dict(fs.tree.paths(model.params))
+    with pytest.raises(PlanError, match=r"Embedding\.weight .*\[32, 8\] along dim 0 is not one of 1 parts of 64"):
+        model.apply(fs.tree.nest({**leaves, "embed.weight": leaves["embed.weight"][:32]}), **batch(0))
+    with pytest.raises(TreeError, match=r"embed\.weight: shape \(30, 8\), expected \(64, 8\)"):
+        model.apply(fs.tree.nest({**leaves, "embed.weight": leaves["embed.weight"][:30]}), **batch(0))
+    with pytest.raises(TreeError, match=r"embed\.weight: shape \(64, 4\), expected \(64, 8\)"):
+        model.apply(fs.tree.nest({**leaves, "embed.weight": leaves["embed.weight"][:, :4]}), **batch(0))
 
 
 def test_adapters_of_parallel_layers_are_refused() -> None:

@@ -9,7 +9,7 @@ from torch import nn
 
 import fshard as fs
 from fshard import tree
-from tests.parallel.plan_models import DENSE, MIXED, hugging_face, net, plain, planned, train
+from tests.parallel.plan_models import DENSE, MIXED, MORE_MIXED, batch, hugging_face, net, plain, planned, train
 from tests.shared import parity
 from tests.shared.workers import Pools
 
@@ -25,6 +25,32 @@ def test_every_style_of_layers_equals_one_process() -> None:
     want = plain(net())
     assert parity.differences(on_ranks(net(), TP, debug=True), want) == []
     assert parity.differences(on_ranks(net(), TP, {"blocks.*.norm": None}, remat="all"), want) == []
+
+
+def derived() -> tuple[Any, ...]:
+    """On a rank: gradients in three ways, and an evaluated loss."""
+    mesh = fs.make_mesh((2, 2), TP)
+    model, plan = planned(net(), mesh)
+    params, mine = fs.shard(model.params, plan), plan.local_batch(batch(0))
+
+    def loss(p: Any, b: Any) -> Any:
+        return model.apply(p, **b)
+
+    value, grads = fs.value_and_grad(loss, plan)(params, mine)
+    more, other = torch.func.grad_and_value(fs.func.sharded_loss(loss, plan))(params, mine)[::-1]
+    seen = fs.make_eval_step(loss, plan)(fs.init_state(plan, params=model.params), mine)
+    full = [parity.whole(fs.unshard(tree_, plan)) for tree_ in (grads, other)]
+    return [float(value), float(more), float(seen)], full
+
+
+def test_gradients_and_evaluation_equal_one_process() -> None:
+    module = net()
+    loss = module(**batch(0))
+    loss.backward()
+    want = {path: leaf.grad for path, leaf in module.named_parameters() if leaf.grad is not None}
+    for values, grads in fs.virtual_mesh((2, 2), TP).run(derived):
+        assert values == pytest.approx([loss.item()] * 3, rel=1e-6)
+        assert [parity.far_leaves(one, want, 1e-5) for one in grads] == [[], []]
 
 
 @pytest.mark.long
@@ -59,6 +85,16 @@ def test_mixtures_equal_one_process(family: str, axes: tuple[str, ...], experts:
     pytest.importorskip("transformers")
     module: Any = hugging_face(family)
     module.set_experts_implementation(experts)
+    ranks = on_ranks(module, axes)
+    assert parity.differences(ranks, plain(module)) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("axes", [TP, ("data", "ep")], ids="x".join)
+@pytest.mark.parametrize("family", MORE_MIXED)
+def test_more_mixtures_equal_one_process(family: str, axes: tuple[str, ...]) -> None:
+    pytest.importorskip("transformers")
+    module = hugging_face(family)
     ranks = on_ranks(module, axes)
     assert parity.differences(ranks, plain(module)) == []
 
