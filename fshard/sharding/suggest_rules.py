@@ -21,16 +21,16 @@ LARGE = 16 << 20
 """Bytes from which on a model without units costs something."""
 
 REPLICAS = ("replica", "replicas", "ddp", "dp_replicate")
-OTHERS = ("tp", "tensor", "model", "ep", "expert", "cp", "context", "sp", "sequence", "pp", "pipeline")
+OTHERS = tuple("tp tensor model ep expert cp context sp sequence pp pipeline stage stages".split())
 """Names of axes over which FSDP does not shard: those of replicas, and those along which the batch is the same."""
 
 
 def suggest_rules(model: nn.Module | Model, mesh: Mesh) -> list[RuleLike]:
     """Rules that shard all leaves over the axes of a mesh that are for it, for ``fs.make_plan`` to start from.
 
-    * Axes named ``tp``, ``ep``, ``cp`` or alike are left to ``fs.parallel``: which layers they cut is a property of the
-      layers. A model that ``fs.parallel.parallelize`` returned says it, and gets a rule for each kind of cut leaf; for
-      layers written by hand ``fs.parallel.megatron_rules`` does.
+    * Axes named ``tp``, ``ep``, ``cp`` or alike are left to ``fs.parallel``, and ``stage`` to ``fs.Stages``: which
+      layers they cut is a property of the layers. A model that ``fs.parallel.parallelize`` returned says it, and gets a
+      rule for each kind of cut leaf; for layers written by hand ``fs.parallel.megatron_rules`` does.
     * If another axis is left beside one named ``replica`` or alike, parameters are sharded over that one, and
       replicated over the replicas (HSDP).
     * All leaves get one rule: a group of flat-sharded leaves has one gather, whatever their sizes, so small leaves need

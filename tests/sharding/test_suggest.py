@@ -41,7 +41,7 @@ def test_rules() -> None:
         return fs.suggest_rules(meta(), fs.abstract_mesh((2,) * len(names), names))[-1][1]  # type: ignore[index]
 
     assert axes("data") == fs.fsdp("data") and axes("replica", "data", "tp") == fs.fsdp("data")
-    assert axes("a", "b") == fs.fsdp(("a", "b"))
+    assert axes("a", "b") == fs.fsdp(("a", "b")) and axes("stage", "data") == fs.fsdp("data")
     mesh = fs.abstract_mesh((2, 2), ("replica", "data"))
     rules = fs.suggest_rules(meta(), mesh)
     model = fs.split(meta(), units=fs.suggest_units(meta()))
