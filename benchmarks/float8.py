@@ -82,7 +82,7 @@ def measure(args: argparse.Namespace) -> int:
 
 def options(cli: argparse.ArgumentParser) -> None:
     """How long, and from how many starts."""
-    cli.add_argument("--steps", type=int, default=400, help="steps of each run")
+    cli.add_argument("--steps", type=int, default=300, help="steps of each run")
     cli.add_argument("--seeds", type=int, default=2, help="starts")
 
 
