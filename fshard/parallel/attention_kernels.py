@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.backends import cuda
 from torch.nn import functional as F  # noqa: N812
 
-from fshard.torch_internals import sdp_flash
+from fshard.torch_internals import DisableAutocast, sdp_flash
 
 Forward = Callable[[Tensor, Tensor, Tensor, Tensor | None, bool, float], tuple[Tensor, Tensor]]
 Backward = Callable[[tuple[Tensor, ...], Tensor | None, bool, float], tuple[Tensor, Tensor, Tensor]]
@@ -131,11 +131,12 @@ def _efficient_backward(
 
 
 def _scores(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
-    scores = _products(q, for_heads(q, k), bias, causal, scale)
-    lse = scores.logsumexp(-1)
-    # A query that sees no key has weights 0, and not nan.
-    weights = (scores - lse.nan_to_num(neginf=0.0).unsqueeze(-1)).exp()
-    return (weights @ for_heads(q, v).to(scores.dtype)).to(q.dtype), lse
+    with DisableAutocast():  # scores are at least float32
+        scores = _products(q, for_heads(q, k), bias, causal, scale)
+        lse = scores.logsumexp(-1)
+        # A query that sees no key has weights 0, and not nan.
+        weights = (scores - lse.nan_to_num(neginf=0.0).unsqueeze(-1)).exp()
+        return (weights @ for_heads(q, v).to(scores.dtype)).to(q.dtype), lse
 
 
 def _scores_backward(
@@ -143,12 +144,13 @@ def _scores_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     grad, q, k, v, out, lse = given
     keys, values = for_heads(q, k), for_heads(q, v)
-    weights = (_products(q, keys, bias, causal, scale) - lse.unsqueeze(-1)).exp()
-    wide = grad.to(weights.dtype)
-    inner = wide @ values.to(weights.dtype).mT - (wide * out).sum(-1, keepdim=True)
-    scores = weights * inner * scale
-    dk, dv = scores.mT @ q.to(scores.dtype), weights.mT @ wide
-    return scores @ keys.to(scores.dtype), _shared(dk, k), _shared(dv, v)
+    with DisableAutocast():
+        weights = (_products(q, keys, bias, causal, scale) - lse.unsqueeze(-1)).exp()
+        wide = grad.to(weights.dtype)
+        inner = wide @ values.to(weights.dtype).mT - (wide * out).sum(-1, keepdim=True)
+        scores = weights * inner * scale
+        dk, dv = scores.mT @ q.to(scores.dtype), weights.mT @ wide
+        return scores @ keys.to(scores.dtype), _shared(dk, k), _shared(dv, v)
 
 
 def for_heads(q: Tensor, x: Tensor) -> Tensor:

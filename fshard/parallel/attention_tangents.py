@@ -15,6 +15,7 @@ from fshard.collectives.linear import Gather, Scatter, apply
 from fshard.parallel.attention import visible
 from fshard.parallel.attention_kernels import for_heads
 from fshard.parallel.ring_steps import Ring
+from fshard.torch_internals import DisableAutocast
 
 Heads = tuple[Tensor, Tensor, Tensor]
 """Queries, keys and values of a rank, or their tangents."""
@@ -22,7 +23,8 @@ Heads = tuple[Tensor, Tensor, Tensor]
 
 def output_tangent(at: Heads, along: Heads, documents: Tensor | None, ring: Ring) -> Tensor:
     """The tangent of the output."""
-    return Tangents.of(at, along, documents, ring).output().to(at[0].dtype)
+    with DisableAutocast():
+        return Tangents.of(at, along, documents, ring).output().to(at[0].dtype)
 
 
 def gradients_tangent(
@@ -32,7 +34,11 @@ def gradients_tangent(
 
     ``grads`` are the cotangent of the output, and its own tangent, None for zero.
     """
-    found = Tangents.of(at, along, documents, ring)
+    with DisableAutocast():
+        return _gradients_tangent(grads, at, Tangents.of(at, along, documents, ring), ring)
+
+
+def _gradients_tangent(grads: tuple[Tensor, Tensor | None], at: Heads, found: "Tangents", ring: Ring) -> Heads:
     grad, moved = (None if x is None else x.to(found.weights.dtype) for x in grads)
     assert grad is not None
     q, k, v = found.at

@@ -27,7 +27,8 @@ def context_batch(
     Args:
         input_ids: (rows, time), whole along time on every rank.
         labels: (rows, time), the tokens to predict, as transformers takes them: not shifted, -100 where there is none.
-        documents: (rows, time), integers: the number of each token's document; see ``document_ids``.
+        documents: (rows, time), integers: the number of each token's document, negative for padding; see
+            ``document_ids``.
         axis: the context-parallel axis, or both of them, the ring's first.
         mesh: where to look the axis up, if not on the mesh in scope.
 
@@ -57,7 +58,7 @@ def context_batch(
         following = F.pad(labels[:, 1:], (0, 1), value=IGNORED)
         if documents is not None:
             last = F.pad(documents[:, 1:] != documents[:, :-1], (0, 1), value=True)
-            following = following.masked_fill(last, IGNORED)
+            following = following.masked_fill(last | (documents < 0), IGNORED)
         given["shift_labels"] = following
     return {name: zigzag_slice(x, axis=axis, mesh=mesh) for name, x in given.items()}
 

@@ -8,9 +8,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from fshard import collectives
+from fshard.arguments import Want, expect
 from fshard.collectives.linear import is_fake
 from fshard.collectives.scope import resolve
 from fshard.errors import PlanError, missing_extra
@@ -64,6 +66,7 @@ def register_attention(*, axis: str = "cp", heads: str | None = None) -> None:
         heads: another data axis, whose ranks share the heads in ``"fshard_ulysses"``, inside of a ring over ``axis``.
 
     Raises:
+        PlanError: an axis is no name, or both are one.
         ImportError: transformers is not installed, or has no such registry (before 5).
 
     Models raise a ``PlanError`` for what is not computed here: dropout, sliding windows shorter than the sequence,
@@ -71,6 +74,9 @@ def register_attention(*, axis: str = "cp", heads: str | None = None) -> None:
 
     >>> register_attention()  # before the model is made
     """
+    wants: list[Want] = [("axis", axis, str, "the name of a mesh axis")]
+    wants += [] if heads is None else [("heads", heads if heads != axis else None, str, f"an axis other than {axis!r}")]
+    expect("register_attention(axis=, heads=)", wants)
     try:
         from transformers import AttentionInterface, AttentionMaskInterface
     except ImportError as error:
@@ -131,8 +137,8 @@ class ContextAttention:
         _check_arguments(where, changes, whole)
         check_documents(where, query, kwargs.get("documents"))
         documents = _documents(where, query, attention_mask, kwargs.get("documents"))
-        if causal and not layer:
-            self._check_positions(where, kwargs.get("position_ids"), documents, query)
+        if not layer:
+            self._check_positions(where, kwargs.get("position_ids"), documents, query, causal)
         options: dict[str, Any] = {"causal": causal, "scale": scaling, "documents": documents}
         if self.name == RING:
             out = ring_attention(query, key, value, axis=self.axes[0], **options)
@@ -161,8 +167,13 @@ class ContextAttention:
             )
         return attention_mask
 
-    def _check_positions(self, where: str, positions: Any, documents: Tensor | None, query: Tensor) -> None:
-        """Refuse positions that do not rise by one from token to token of the whole sequence, inside of a document."""
+    def _check_positions(
+        self, where: str, positions: Any, documents: Tensor | None, query: Tensor, causal: bool
+    ) -> None:
+        """Refuse positions that do not rise by one from token to token of the whole sequence, inside of a document.
+
+        Without a causal mask the cut may be any; then a position that a document has twice is refused.
+        """
         batch, time = query.shape[0], query.shape[2]
         if not isinstance(positions, Tensor) or positions.shape not in ((batch, time), (1, time)):
             shown = list(positions.shape) if isinstance(positions, Tensor) else positions
@@ -171,14 +182,16 @@ class ContextAttention:
                 f"positions are those of the cut sequence. Models that do not hand them on are not supported"
             )
         size = resolve(self.axes).size
-        places = _whole(positions.expand(batch, -1), self.axes, size)
-        wrong = places.diff(dim=1) != 1
-        if documents is not None:
-            ids = _whole(documents, self.axes, size)
-            wrong = wrong & (ids[:, 1:] == ids[:, :-1]) & (ids[:, 1:] != PADDING)
+        places = self._whole(positions.expand(batch, -1), causal)
+        ids = torch.zeros_like(places) if documents is None else self._whole(documents, causal)
+        if not causal:
+            order = (ids * (places.max() + 1) + places).argsort(1)
+            places, ids = places.gather(1, order), ids.gather(1, order)
+        step = places.diff(dim=1)
+        wrong = (step != 1 if causal else step == 0) & (ids[:, 1:] == ids[:, :-1]) & (ids[:, 1:] >= 0)
         says = (
-            f"{where}: position_ids do not follow the whole sequence of {time * size} tokens, cut by zigzag over "
-            f"{size} ranks of {'+'.join(self.axes)}"
+            f"{where}: position_ids do not follow the whole sequence of {time * size} tokens, cut"
+            f"{' by zigzag' * causal} over {size} ranks of {'+'.join(self.axes)}"
         )
         remedy = "give position_ids, as fs.parallel.context_batch does: transformers counts a rank's own tokens"
         if is_fake(wrong):
@@ -190,11 +203,11 @@ class ContextAttention:
             before, here = places[row, at : at + 2].tolist()
             raise PlanError(f"{says}: in row {row} token {at} has {before}, and token {at + 1} has {here}; {remedy}")
 
-
-def _whole(x: Tensor, axes: tuple[str, ...], size: int) -> Tensor:
-    """The whole sequence in its order."""
-    whole: Tensor = collectives.all_gather(x.detach(), axes, dim=1, tiled=True)
-    return unzigzag(whole, size) if size > 1 else whole
+    def _whole(self, x: Tensor, causal: bool) -> Tensor:
+        """The whole sequence, and in its order if it was cut by zigzag."""
+        whole: Tensor = collectives.all_gather(x.detach(), self.axes, dim=1, tiled=True)
+        size = resolve(self.axes).size
+        return unzigzag(whole, size) if causal and size > 1 else whole
 
 
 def _documents(where: str, query: Tensor, mask: Tensor | None, documents: Tensor | None) -> Tensor | None:

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import fshard as fs
 from fshard import P, parallel
@@ -146,6 +147,20 @@ def test_second_derivatives_by_autograd() -> None:
         grads = torch.autograd.grad((fn(*heads).sin() * weights).sum(), heads, create_graph=True)
         results.append(torch.autograd.grad(sum(x.sin().sum() for x in grads), [*heads, weights]))
     equal(*results)
+
+
+def test_autocast_does_not_round_scores() -> None:
+    """In plain operators, of the first derivatives and of the second."""
+
+    def derivatives() -> list[Tensor]:
+        *heads, weights = (x.requires_grad_() for x in drawn(WAYS[0], torch.float32))
+        y = WAYS[0].attend(*heads, mesh=fs.make_mesh((1,), ("cp",)))
+        first = torch.autograd.grad(y, heads, weights, create_graph=True)
+        return [y, *first, *torch.autograd.grad(first, heads, [x.detach() for x in heads])]
+
+    want = derivatives()
+    with sdpa_kernel(SDPBackend.MATH), torch.autocast("cpu", torch.bfloat16):
+        equal(derivatives(), want, torch.float32)
 
 
 def on_processes(way: Way) -> list[Tensor]:

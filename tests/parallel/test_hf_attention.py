@@ -141,6 +141,24 @@ def test_other_families(family: str) -> None:
     assert sum(int(part) for _, part in parts) == count
 
 
+@pytest.mark.long
+def test_a_llama_whose_layers_are_cut_too() -> None:
+    """Its own tensor-parallel plan beside the ring: each rank has some heads, and keys of these go round."""
+    mesh = fs.virtual_mesh((1, 2, 2), ("data", "cp", "tp"))
+    cut = parallel.parallelize(fs.split(model("fshard_ring"), units="auto"), mesh)
+    plan = fs.make_plan(cut, mesh, fs.suggest_rules(cut, mesh), batch=P("data", "cp"))
+    both = fs.value_and_grad(fs.causal_lm_loss(cut, chunks=2), plan)
+
+    def on_a_rank() -> tuple[Tensor, Any]:
+        batch = parallel.context_batch(tokens(), tokens(), mesh=mesh)
+        loss, grads = both(fs.shard(cut.params, plan), batch)
+        return loss, dict(tree.paths(fs.unshard(grads, plan)))
+
+    want = in_one_process({"input_ids": tokens()})
+    for got in mesh.run(on_a_rank):
+        check(got, want)
+
+
 def test_attention_to_a_ranks_own_tokens_alone_is_found() -> None:
     """The fault is planted: the loss of local attention differs by far more than the tests above allow."""
     batch = {"input_ids": tokens(), "labels": tokens()}
@@ -152,6 +170,22 @@ def test_attention_to_a_ranks_own_tokens_alone_is_found() -> None:
     with patch.object(module, "ring_attention", local):
         ((loss, _),) = mesh.run(lambda: over_ranks("fshard_ring", mesh, [batch]))[0]
     assert abs(loss - want[0]) > 1e-4
+
+
+def test_parts_have_the_positions_and_labels_of_whole_rows() -> None:
+    """A document's last token has no label, and neither has padding."""
+    ids, documents = torch.arange(10, 18)[None], torch.tensor([[0, 0, 0, 1, 1, 1, -1, -1]])
+    mesh = fs.virtual_mesh((2,), ("cp",))
+    for given, positions, labels in (
+        (None, [0, 1, 2, 3, 4, 5, 6, 7], [11, 12, 13, 14, 15, 16, 17, -100]),
+        (documents, [0, 1, 2, 0, 1, 2, 0, 1], [11, 12, -100, 14, 15, -100, -100, -100]),
+    ):
+        parts = mesh.run(lambda given=given: parallel.context_batch(ids, ids, documents=given, mesh=mesh))
+        whole = {name: parallel.unzigzag(torch.cat([part[name] for part in parts], 1), 2) for name in parts[0]}
+        assert whole["input_ids"].tolist() == whole["labels"].tolist() == ids.tolist()
+        assert whole["position_ids"].tolist() == [positions]
+        assert whole["shift_labels"].tolist() == [labels]
+        assert given is None or whole["documents"].tolist() == given.tolist()
 
 
 def test_without_a_mesh_nothing_is_computed() -> None:
@@ -202,6 +236,28 @@ def given(**changes: Any) -> dict[str, Any]:
     return {name: x for name, x in batch.items() if x is not None}
 
 
+class Encoder(torch.nn.Module):
+    """What the attention of an encoder shows of itself."""
+
+    is_causal = False
+
+
+def encoder(positions: Tensor) -> Tensor:
+    """Whole attention, by the registered function."""
+    heads = [torch.ones(1, 2, PART, 4)] * 3
+    return module.ContextAttention("fshard_ring", ("cp",))(Encoder(), *heads, None, position_ids=positions)[0]
+
+
+def test_an_encoder_may_have_any_cut() -> None:
+    mesh = fs.virtual_mesh((2,), ("cp",))
+
+    def on_a_rank() -> Tensor:
+        with c.use_mesh(mesh):
+            return encoder(torch.arange(PART)[None] + PART * c.axis_index("cp"))
+
+    assert all(torch.allclose(part, torch.ones(1, PART, 2, 4)) for part in mesh.run(on_a_rank))
+
+
 def cached() -> Any:
     """Keys of an earlier step."""
     return model("fshard_ring")(**given(), use_cache=True).past_key_values
@@ -230,6 +286,10 @@ BAD: dict[str, tuple[Callable[[], Any], tuple[str, ...]]] = {
             torch.nn.Module(), *[torch.ones(1, 2, 8, 4)] * 3, None, position_ids=torch.zeros(3, 1, 8)
         ),
         ("fshard_ring in Module: position_ids=[3, 1, 8]", "not (1, 8)"),
+    ),
+    "positions that two tokens of an encoder have": (
+        lambda: encoder(torch.arange(PART)[None]),
+        ("fshard_ring in Encoder: position_ids do not follow the whole sequence of 16 tokens, cut over 2 ranks",),
     ),
     "documents of the whole sequence": (
         lambda: model("fshard_ring")(**given(documents=DOCUMENTS)),
@@ -281,6 +341,14 @@ BAD: dict[str, tuple[Callable[[], Any], tuple[str, ...]]] = {
             {}, {"input_ids": tokens()[:, :PART], "labels": tokens()[:, :PART]}
         ),
         ("labels [2, 8] are a part of the sequence", "shift_labels", "context_batch"),
+    ),
+    "one axis for the ring and for heads": (
+        lambda: parallel.register_attention(axis="cp", heads="cp"),
+        ("register_attention", "heads", "an axis other than 'cp'"),
+    ),
+    "axes that are no names": (
+        lambda: parallel.register_attention(axis=("cp", "hp")),  # type: ignore[arg-type]
+        ("register_attention", "axis", "the name of a mesh axis"),
     ),
     "rows of different shapes": (
         lambda: parallel.context_batch(tokens(), tokens()[:, 1:]),

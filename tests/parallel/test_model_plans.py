@@ -27,12 +27,13 @@ def test_every_style_of_layers_equals_one_process() -> None:
     assert parity.differences(on_ranks(net(), TP, {"blocks.*.norm": None}, remat="all"), want) == []
 
 
+@pytest.mark.long
 def test_layers_equal_one_process_on_real_ranks(pool: Pools) -> None:
     assert parity.differences(pool(4).run(train, net(), TP), plain(net())) == []
 
 
 @pytest.mark.long
-@pytest.mark.sample(3)
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("family", DENSE + MIXED)
 def test_families_equal_one_process(family: str) -> None:
     pytest.importorskip("transformers")
@@ -50,7 +51,7 @@ def test_logits_in_chunks_of_a_cut_vocabulary_equal_one_process() -> None:
 
 
 @pytest.mark.long
-@pytest.mark.sample(3)
+@pytest.mark.sample(8)
 @pytest.mark.parametrize("axes", [("data", "ep"), ("ep", "tp")])
 @pytest.mark.parametrize("family", MIXED)
 @pytest.mark.parametrize("experts", ["grouped_mm", "eager"])
@@ -75,7 +76,7 @@ PROMPTS = [[5, 6, 7, 8, 9], [10, 11, 12], [13, 14], [15, 16, 17, 18]]
 
 
 @pytest.mark.long
-@pytest.mark.sample(4)
+@pytest.mark.sample(7)
 @pytest.mark.parametrize(
     ("family", "axes"), [(f, TP) for f in DENSE + MIXED] + [(f, ("data", "ep")) for f in MIXED], ids=str
 )
@@ -105,7 +106,7 @@ def read_and_written(module: nn.Module, folder: Path, axes: tuple[str, ...]) -> 
 
 
 @pytest.mark.long
-@pytest.mark.sample(4)
+@pytest.mark.sample(7)
 @pytest.mark.parametrize(
     ("family", "axes"), [(f, TP) for f in DENSE + MIXED] + [(f, ("ep", "tp")) for f in MIXED], ids=str
 )

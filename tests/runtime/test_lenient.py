@@ -158,3 +158,43 @@ def test_a_unit_with_a_cache_says_why_it_has_no_graph() -> None:
     _, state, step = made(Net(Block, cached=True), fs.make_mesh((1,), ("shard",)), compile="fx")
     step(state, torch.ones(4, 8))
     assert "an argument is a Cache, neither a plain tensor" in step.units and "use_cache=False" in step.units
+
+
+class Routed(Experts):
+    """Each row goes to the expert that its values choose."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The rows, each with its expert's matrix."""
+        order = x[:, : len(self.weight)].argmax(1).sort()
+        counts = torch.histc(order.values.float(), len(self.weight), 0, len(self.weight) - 1)
+        y = torch._grouped_mm(x[order.indices], self.weight, offs=counts.cumsum(0).int())
+        return x + torch.zeros_like(y).index_copy(0, order.indices, y).tanh()
+
+
+def routed(compile: str) -> tuple[list[float], str]:
+    """The losses of five batches that are routed differently, and what became of the units."""
+    torch.manual_seed(1)
+    module = Net(Routed)
+    _, state, step = made(module, fs.make_mesh((1,), ("shard",)), compile=compile)
+    losses = []
+    for number in range(5):
+        state, metrics = step(state, torch.randn(12, 8, generator=torch.Generator().manual_seed(number)))
+        losses.append(metrics.loss.item())
+    return losses, str(step.units)
+
+
+def test_experts_in_one_grouped_product_are_graphs_however_rows_are_routed(caplog: pytest.LogCaptureFixture) -> None:
+    torch.manual_seed(1)
+    twin = Net(Routed)
+    rule = torch.optim.SGD(twin.parameters(), lr=0.1)
+    wanted = []
+    for number in range(5):
+        rule.zero_grad()
+        loss = twin(torch.randn(12, 8, generator=torch.Generator().manual_seed(number)))
+        loss.backward()
+        rule.step()
+        wanted.append(loss.item())
+    losses, units = routed("fx")
+    assert losses == pytest.approx(wanted, rel=1e-6)
+    assert units.count("fx graph 0") == 2 and "fx graph 1" not in units and "as it is" not in units, units
+    assert not [record for record in caplog.records if "failed while attempting" in record.getMessage()]

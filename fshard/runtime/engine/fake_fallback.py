@@ -6,6 +6,7 @@ mixtures of experts compute). So what a rule refuses is asked of the kernel, onc
 """
 
 import contextlib
+import functools
 import logging
 from collections.abc import Iterator
 from typing import Any
@@ -77,6 +78,25 @@ class FakeFallback(TorchDispatchMode):
             return tree.mapped(lambda x: self.mode.from_tensor(x) if isinstance(x, Tensor) else x, found[0])
 
 
+class KernelFakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
+    """A fake mode for traces of ``make_fx``: an error of an operator counts only if its kernel raises one, too.
+
+    ``FakeFallback`` would act before the operator is written into the graph.
+    """
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run the operator."""
+        try:
+            return super().__torch_dispatch__(func, types, args, kwargs)
+        except VALUES_NEEDED:
+            raise
+        except RuntimeError:
+            found = _on_zeros(func, args, kwargs or {}) if getattr(func, "namespace", "") == "aten" else None
+            if found is None:
+                raise
+            return tree.mapped(lambda x: self.from_tensor(x) if isinstance(x, Tensor) else x, found[0])
+
+
 def _on_zeros(func: Any, args: Any, kwargs: Any) -> tuple[Any] | None:
     """Return what the kernel returns for zeros; None if it raises."""
     with unset_fake_temporarily():
@@ -130,11 +150,12 @@ def _described(leaf: Any) -> str:
 def quiet() -> Iterator[None]:
     """Fake tensors log a stack trace of every error that they raise: the error itself is enough."""
     logger = logging.getLogger("torch._subclasses.fake_tensor")
-    logger.addFilter(_refused)
+    refused = functools.partial(_refused)  # of its own: the end of a call inside of this one must not take it away
+    logger.addFilter(refused)
     try:
         yield
     finally:
-        logger.removeFilter(_refused)
+        logger.removeFilter(refused)
 
 
 def _refused(record: logging.LogRecord) -> bool:

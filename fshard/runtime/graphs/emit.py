@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from fshard.runtime.engine.fake_fallback import quiet
 from fshard.runtime.graphs.partition import ATEN, Halves, is_view, lazy, sources, value, watched
 from fshard.torch_internals import OpOverload, TorchDispatchMode, foreach_copy_, foreach_zero_, nn_operators
 
@@ -257,7 +258,7 @@ def _same(run: Run, node: fx.Node) -> bool:
         return False
     seen = _Seen()
     try:
-        with torch.no_grad(), mode, seen:
+        with quiet(), torch.no_grad(), mode, seen:
             run(*args, **kwargs)
     except Exception:  # whatever a binding raises at arguments that are not its own
         return False

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from fshard.runtime.engine.fake_fallback import quiet
 from fshard.runtime.graphs.emit import GraphCode, emit
 from fshard.runtime.graphs.partition import Halves, value, watched
 from fshard.runtime.graphs.trace_unit import Joint, UntraceableUnit
@@ -50,7 +51,7 @@ def _decomposed(joint: Joint) -> fx.GraphModule:
     fakes = [value(node) for node in holders]
     run = fx.GraphModule(joint.module, joint.graph)
     primals = len(joint.leaves) + len(joint.inputs)
-    with torch.no_grad(), fakes[0].fake_mode:
+    with quiet(), torch.no_grad(), fakes[0].fake_mode:
         plain = [fake.detach() for fake in fakes]
         functional = torch.func.functionalize(lambda *flat: run(*flat), remove="mutations")
         whole = make_fx(functional, decomposition_table=select_decomp_table(), tracing_mode="fake")(*plain)
@@ -146,7 +147,8 @@ class _Half:
         output.meta["user_visible_output_idxs"] = list(range(len(output.args[0])))  # type: ignore[arg-type]
         fakes = [node.meta["val"] for node in module.graph.find_nodes(op="placeholder")]
         wrapper = config.cpp_wrapper
-        self.compiled: Any = compile_fx_inner(module, fakes, is_backward=backward, cpp_wrapper=wrapper)
+        with quiet():
+            self.compiled: Any = compile_fx_inner(module, fakes, is_backward=backward, cpp_wrapper=wrapper)
         self.run: Callable[[list[Any]], Any] = self._first
 
     def _first(self, arguments: list[Any]) -> Any:

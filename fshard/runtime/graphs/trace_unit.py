@@ -23,9 +23,9 @@ from fshard import tree
 from fshard.model import draws
 from fshard.model.checkpoint_policies import SavePolicy
 from fshard.model.float8 import attach_rows
-from fshard.runtime.engine.fake_fallback import quiet
+from fshard.runtime.engine.fake_fallback import KernelFakeMode, quiet
 from fshard.runtime.memory.slots import storage_of
-from fshard.torch_internals import DisableAutocast, FakeTensor, FakeTensorMode, TorchDispatchMode
+from fshard.torch_internals import DisableAutocast, FakeTensor, TorchDispatchMode
 
 PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.memory_format, enum.Enum)
 """Python values that a graph may depend on, and that a unit may return."""
@@ -185,7 +185,7 @@ class Joint:
 def inspect(source: Source) -> GraphResult:
     """Run the unit on fake tensors and describe its result, or raise ``UntraceableUnit``."""
     before = draws.states()
-    with quiet(), FakeTensorMode() as mode, NoRealTensors():  # type: ignore[no-untyped-call]
+    with quiet(), KernelFakeMode() as mode, NoRealTensors():  # type: ignore[no-untyped-call]
         leaves, inputs = source.fakes()
         watched = [*leaves, *inputs]
         versions = [x._version for x in watched]
@@ -225,7 +225,7 @@ class NoRealTensors(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return func(*args, **(kwargs or {}))
 
 
-def _check_output(out: Tensor, mode: FakeTensorMode, storages: set[int]) -> None:
+def _check_output(out: Tensor, mode: KernelFakeMode, storages: set[int]) -> None:
     if getattr(out, "fake_mode", None) is not mode:
         raise UntraceableUnit("it returns a tensor that it did not compute from its arguments")
     if out.layout is not torch.strided or out.is_nested:
@@ -240,13 +240,13 @@ def _check_output(out: Tensor, mode: FakeTensorMode, storages: set[int]) -> None
 
 def trace(source: Source, result: GraphResult, tangents: Tangents) -> Joint:
     """Trace a unit, with its backward from gradients with these strides, or raise ``UntraceableUnit``."""
-    with FakeTensorMode():
+    with KernelFakeMode():
         leaves, inputs = source.fakes()
         pairs = zip((out for out in result.outputs if out.requires_grad), tangents, strict=True)
         seeds = [replace(out, stride=stride, requires_grad=False).fake() for out, stride in pairs if stride is not None]
     tracer = _Tracer(source, [strides is not None for strides in tangents])
     torch.clear_autocast_cache()
-    with torch.set_grad_enabled(source.grad):
+    with quiet(), torch.set_grad_enabled(source.grad):
         module = make_fx(tracer, tracing_mode="fake")(leaves, inputs, seeds)
     torch.clear_autocast_cache()
     return tracer.joint(module)
