@@ -28,6 +28,7 @@ ORDER = (
     "muon",
     "memory",
     "steps",
+    "float8",
     "functional",
     "checkpoint",
     "plan_time",
