@@ -65,6 +65,8 @@ ENDED = {
     "runtime/comm/watchdog.py": "a tick of the thread that looks at waits",
     "runtime/steps/measured_rates.py": "handles of communicators",
     "runtime/memory/offload.py": "a device: its own watchdog",
+    "runtime/engine/hosted_activations.py": "copies on a device: its own watchdog",
+    "runtime/execution/resident.py": "copies on a device: its own watchdog",
     "runtime/execution/power_sgd.py": "handles of communicators",
     "runtime/execution/replica_sums.py": "handles of communicators",
     "runtime/execution/pending_update.py": "handles of communicators",

@@ -208,6 +208,7 @@ def test_kernels_for_cuda_return_what_plain_operators_return(kernel: AttentionKe
 
 
 @pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 @pytest.mark.parametrize("kernel", CUDA, ids=lambda kernel: kernel.name)
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("count", [40, 128])
