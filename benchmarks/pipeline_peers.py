@@ -157,8 +157,9 @@ class FshardPipeline:
         plan = fs.make_plan(model, mesh, rules, batch=fs.P("data"), stages=stages_of)
         opt = fs.optim.adamw(**ADAMW)
         self.state = fs.init_state(plan, opt, params=model.params)
+        order = "1f1b" if staged else ""
         self.train = fs.make_train_step(
-            loss_fn, opt, plan, accumulate=microbatches, schedule=fs.Policy(pipeline="1f1b" if staged else "", **policy)
+            loss_fn, opt, plan, accumulate=microbatches, schedule=fs.Policy(**{"pipeline": order, **policy})
         )
         self.loss = torch.tensor(0.0)
 
@@ -172,6 +173,7 @@ PEERS: dict[str, Callable[[Cut, int, int], Peer]] = {
     "torch": TorchPipeline,
     "fshard": FshardPipeline,
     "fshard kept": lambda *given: FshardPipeline(*given, reshard=False, accumulation="full"),
+    "fshard zb_h1": lambda *given: FshardPipeline(*given, pipeline="zb_h1"),
     "fshard without stages": lambda *given: FshardPipeline(*given, staged=False),
 }
 """By name. ``kept``: groups stay gathered and gradients are reduced once a step, as ``torch`` does."""

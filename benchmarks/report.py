@@ -27,6 +27,7 @@ ORDER = (
     "optimizer",
     "muon",
     "memory",
+    "vocabulary",
     "steps",
     "float8",
     "functional",
