@@ -70,9 +70,7 @@ class Warmup:
     floor: float = 0.0
 
     def __post_init__(self) -> None:
-        problems = checks.number("peak", self.peak) + checks.number("floor", self.floor)
-        if not problems and self.floor > self.peak:
-            problems.append(f"floor = {self.floor!r}: must not be above peak = {self.peak!r}")
+        problems = _ends(self.peak, self.floor)
         steps = checks.count("warmup", self.warmup, least=0) + checks.count("total", self.total)
         if not steps and self.total <= self.warmup:
             steps.append(f"total = {self.total}: must be above warmup = {self.warmup}")
@@ -151,9 +149,7 @@ class warmup_stable_decay:  # noqa: N801
     floor: float = 0.0
 
     def __post_init__(self) -> None:
-        problems = checks.number("peak", self.peak) + checks.number("floor", self.floor)
-        if not problems and self.floor > self.peak:
-            problems.append(f"floor = {self.floor!r}: must not be above peak = {self.peak!r}")
+        problems = _ends(self.peak, self.floor)
         steps = checks.count("warmup", self.warmup, least=0) + checks.count("total", self.total)
         steps += checks.count("cooldown", self.cooldown)
         if not steps and self.warmup + self.cooldown > self.total:
@@ -166,6 +162,14 @@ class warmup_stable_decay:  # noqa: N801
             return self.peak * (step + 1) / (self.warmup + 1)
         left = min(1.0, max(0, self.total - step) / self.cooldown)
         return _between(self.floor, self.peak, left)
+
+
+def _ends(peak: float, floor: float) -> list[str]:
+    """The problems of the highest and the last rate."""
+    problems = checks.number("peak", peak) + checks.number("floor", floor)
+    if not problems and floor > peak:
+        problems.append(f"floor = {floor!r}: must not be above peak = {peak!r}")
+    return problems
 
 
 def _between(start: float, stop: float, fraction: float) -> float:

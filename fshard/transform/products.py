@@ -33,7 +33,7 @@ from fshard.transform.slopes import Slope
 from fshard.transform.tree_vectors import split_trainable, zero_filled
 
 CALL = "Hessian-vector product"
-"""What ranks call it when they compare their calls."""
+"""The name of the call, by which ranks compare their calls."""
 
 
 class HessianProduct(MayBeScheduled):

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from fshard.errors import PlanError
 from fshard.optim import adamw, sgd
-from fshard.optim.schedules import constant, linear, warmup_cosine, warmup_linear
+from fshard.optim.schedules import constant, linear, warmup_cosine, warmup_linear, warmup_stable_decay
 
 steps = st.integers(0, 10_000)
 
@@ -132,3 +132,12 @@ def test_all_problems_are_in_one_report(make: Any, name: str, problems: list[str
     assert len(body) == len(problems) + 1
     for line, problem in zip(body, problems, strict=False):
         assert problem in line
+
+
+def test_a_plateau_ends_in_a_straight_fall() -> None:
+    rate = warmup_stable_decay(2.0, warmup=3, total=10, cooldown=4, floor=1.0)
+    assert [rate(step) for step in (0, 2, 3, 6, 8, 10, 99)] == [0.5, 1.5, 2.0, 2.0, 1.5, 1.0, 1.0]
+    with pytest.raises(PlanError, match="warmup = 3 and cooldown = 8: must be at most total = 10"):
+        warmup_stable_decay(2.0, warmup=3, total=10, cooldown=8)
+    with pytest.raises(PlanError, match="floor = 3.0: must not be above peak = 2.0"):
+        warmup_stable_decay(2.0, warmup=3, total=10, cooldown=4, floor=3.0)
