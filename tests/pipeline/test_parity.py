@@ -61,6 +61,11 @@ PARTED = {
     "zbv, full": StagedRun("tied", (2, 2), stages=V, policy={"accumulation": "full"}, opt=sgd),
     "dualpipev": StagedRun("experts", stages=V, policy={"pipeline": "dualpipev"}, opt=sgd),
     "remat": StagedRun(step={"remat": "all"}, policy={"pipeline": "zb_h1"}),
+    "graphs": StagedRun("tied", (2, 2), policy={"pipeline": "zb_h1"}, step={"compile": "fx"}, opt=sgd),
+    "graphs, zbv": StagedRun("translator", stages=V, step={"compile": "fx"}),
+    "graphs, remat": StagedRun(
+        "experts", policy={"pipeline": "zb_h1"}, step={"compile": "fx", "remat": "all"}, opt=sgd
+    ),
 }
 OPTIONS = {
     "hsdp": StagedRun("tied", (2, 2, 2), ("stage", "replica", "data"), accumulate=3, opt=sgd),
