@@ -47,6 +47,8 @@ class PipelineStep(TrainStep):
         assert plan.stages is not None
         rule = contract(opt)
         order = functools.partial(order_of, plan.stages)
+        if isinstance(options.running.policy, Policy):
+            order(options.running.policy, options.accumulate)  # which refuses what these stages cannot run
         programs = programs_of(plan.own, options, rule)
 
         def infos(own: Plan) -> tuple[GroupInfo, ...]:

@@ -95,7 +95,6 @@ def measured(data: int, order: str, chunks: int, remat: Any = None, compile: Any
         (1, "zb_h1", 1),
         (1, "zbv", 2),
         (1, "zb_h1", 1, None, "fx"),
-        (1, "1f1b", 1, None, "fx"),
         (1, "zbv", 2, None, "fx"),
         (2, "1f1b", 1),
         (1, "1f1b", 1, "all"),
