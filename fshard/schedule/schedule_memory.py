@@ -14,7 +14,8 @@ with deferred updates is in the next step, or for its way to host memory. Until 
 autograd made, a tensor a leaf; the flat one is filled then, so that for a moment there are two. That is ``leaf:g``,
 less what the transfer itself begins. Where another backward fills the gradient before that, the flat one is filled in
 that op: those that waited and the new ones are ``fill:g``. ``update:g`` is what comes out of host memory for an update
-on the device, for that op. ``left:g`` is what rounding leaves out of a sum over replicas, and waits for the update as
+on the device, and what the update makes, from the first of the updates that run together with it to its own.
+``left:g`` is what rounding leaves out of a sum over replicas, and waits for the update as
 the sum does. A gradient for which no update waits ends with the last code between passes that reads it, or with the
 step where none does. The gradient of a group without transfers is its ``shard:g`` from the first backward op of a
 reader on, and that op makes it beside those of leaves, which are ``fill:g`` there.
@@ -44,6 +45,9 @@ from fshard.schedule.transfers import EDGE, HOST, SECOND, STATE, Transfer, await
 
 ALIGN = 256
 """Bytes: items start at multiples of it, which suits vector loads and collectives on every device."""
+
+TOGETHER = 1 << 20
+"""Bytes that updates may take at once to run in one call of the optimizer: small ones cost more to call than to do."""
 
 
 @dataclass(frozen=True)
@@ -119,6 +123,24 @@ def plan_memory(ops: Sequence[Op], groups: Sequence[GroupInfo], stages: StepProg
         profile=tuple(map(add, alive, beside)),
         beside=tuple(beside),
     )
+
+
+def update_runs(ops: Sequence[Op], groups: Sequence[GroupInfo]) -> list[range]:
+    """Updates that follow each other and run together, at the first of them: the numbers of their ops.
+
+    What they take is there at once, so updates that take more than ``TOGETHER`` run alone.
+    """
+    sizes, runs, held = {group.name: group.update_bytes for group in groups}, list[range](), 0
+    for at, op in enumerate(ops):
+        if op.kind != "update":
+            continue
+        held += sizes[op.target]
+        if runs and runs[-1].stop == at and held <= TOGETHER:
+            runs[-1] = range(runs[-1].start, at + 1)
+        else:
+            runs.append(range(at, at + 1))
+            held = sizes[op.target]
+    return runs
 
 
 Ended = Iterator[tuple[str, int, Span]]
@@ -244,7 +266,12 @@ class _Lives:
                 name = f"{part}:{gradient.name}"
                 yield name, gradient.size(part), (self.born.pop(name, 0), at)
         if group.update_bytes:
-            yield f"update:{group.name}", group.update_bytes, (at, at)
+            yield f"update:{group.name}", group.update_bytes, (self._together[at], at)
+
+    @functools.cached_property
+    def _together(self) -> dict[int, int]:
+        """The first of the updates that run together with each."""
+        return {at: run.start for run in update_runs(self.ops, self.groups) for at in run}
 
     def _local(self, at: int, op: Op) -> Ended:
         """Gradients that nothing reads after this code between passes."""

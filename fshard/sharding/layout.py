@@ -8,9 +8,8 @@ their buffers hold rank-major pieces while they travel, and one copy a leaf pack
 """
 
 import functools
-import itertools
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 
@@ -283,27 +282,7 @@ def box(shape: Shape, spec: P, mesh: Mesh, rank: int | None = None) -> tuple[Sha
 
 def global_index(shape: tuple[int, ...], piece: Piece, device: torch.device) -> Tensor:
     """The row-major index in the whole leaf of each element of a piece, int64."""
-    return _in_leaf(shape, piece, torch.arange(piece.start, piece.stop, device=device))
-
-
-def global_runs(shape: tuple[int, ...], piece: Piece, device: torch.device) -> Iterator[tuple[Tensor, int]]:
-    """The same by runs of elements that follow each other in the leaf: where runs of one length begin, and the length.
-
-    The runs of a piece are the rows of its box: of the first one it may have the end alone, and of the last the begin.
-    """
-    whole = [mine == size for mine, size in zip(piece.shape, shape, strict=True)]
-    cut = len(shape) - 1 - whole[::-1].index(False) if False in whole else 0
-    row = max(1, math.prod(piece.shape[cut:]))
-    first, last = -(-piece.start // row) * row, piece.stop // row * row
-    ends = (piece.start, piece.stop) if first > last else (piece.start, first, last, piece.stop)
-    for begin, end in itertools.pairwise(ends):
-        length = min(row, end - begin)
-        if length:
-            yield _in_leaf(shape, piece, torch.arange(begin, end, length, device=device)), length
-
-
-def _in_leaf(shape: tuple[int, ...], piece: Piece, index: Tensor) -> Tensor:
-    """Indices in the box of a piece as indices in the whole leaf."""
+    index = torch.arange(piece.start, piece.stop, device=device)
     if piece.shape == shape:
         return index
     out = torch.zeros_like(index)

@@ -33,6 +33,7 @@ class Updating:
     chosen: Plan
     clip: Clip
     _fits: object = None  # where the latest state that fits keeps the optimizer's buffers
+    _rounding: Rounding | None = None  # that of the latest state
     _rated: tuple[object, Contract] | None = None  # the latest learning rate that was given, and the optimizer with it
 
     def check(self, state: TrainState, late: Mapping[str, int] | None = None) -> None:
@@ -85,7 +86,9 @@ class Updating:
             rule: the optimizer with the learning rate of this update, see ``fixed``.
             unit: what residuals are multiplied by, so that a state can keep them.
         """
-        rounding = Rounding(self.plan, state.seed, self._rounded) if self._rounded else None
+        rounding = self._rounding
+        if self._rounded and (rounding is None or rounding.seed != state.seed):
+            rounding = self._rounding = Rounding(self.plan, state.seed, self._rounded)
         return PendingUpdate(rule, step, grads, divisors, rounding, unit, self.plan.mesh.device)
 
     def fixed(self, step: int, lr: LearningRate = None) -> Contract:

@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fshard.runtime.comm import row_kernel, row_sums
 from fshard.runtime.comm.row_sums import right, sum_rows
+from fshard.runtime.comm.triton_language import FUSION, tl, triton
 
 CPU = torch.device("cpu")
 
@@ -135,10 +136,10 @@ def test_the_kernel_is_plain_sums_when_it_is_compiled_for_a_gpu(rows: str, add: 
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    named = {"count": 8, "add": add, "wide": row_kernel.tl.float32, "block": row_kernel.BLOCK}
+    named = {"count": 8, "add": add, "wide": tl.float32, "block": row_kernel.BLOCK}
     signature = {"out": "*fp32", "rows": rows, "length": "i32"} | dict.fromkeys(named, "constexpr")
     source = ASTSource(fn=row_kernel.KERNEL, signature=signature, constexprs=named)
-    made = row_kernel.triton.compile(source, target=GPUTarget("cuda", 90, 32), options=row_kernel.FUSION)
+    made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=FUSION)
     assert "add.rn.f32" in made.asm["ptx"] and "fma" not in made.asm["ptx"] and made.asm["cubin"]
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 import fshard as fs
 from fshard import P, tree
 from fshard.errors import PlanError
-from fshard.sharding.layout import ALIGN, Group, Piece, box, global_index, global_runs
+from fshard.sharding.layout import ALIGN, Group, box, global_index
 from fshard.state.init import take
 
 DATA = ("replica", "shard")
@@ -299,18 +299,6 @@ def test_global_index_of_a_box() -> None:
     group = _one((2, 4, 3), P(None, "x"), mesh, P("x"))
     want = whole_leaf((2, 4, 3))[:, 2:].reshape(-1)
     assert torch.equal(global_index((2, 4, 3), group.piece(0, mesh), mesh.device), want)
-
-
-@given(st.data())
-def test_runs_of_a_piece_are_its_elements(data: st.DataObject) -> None:
-    sizes = data.draw(st.lists(st.tuples(st.integers(1, 4), st.integers(0, 3)), max_size=4))
-    shape, part = tuple(a + b for a, b in sizes), tuple(a for a, _ in sizes)
-    offset = tuple(data.draw(st.integers(0, b)) for _, b in sizes)
-    start, stop = sorted(data.draw(st.integers(0, math.prod(part))) for _ in range(2))
-    piece, cpu = Piece(offset, part, start, stop), torch.device("cpu")
-    runs = [(begin.unsqueeze(1) + torch.arange(length)).view(-1) for begin, length in global_runs(shape, piece, cpu)]
-    assert torch.equal(torch.cat([torch.arange(0), *runs]), global_index(shape, piece, cpu))
-    assert len(runs) <= (1 if part == shape else 3)
 
 
 def test_an_empty_leaf_moves_nothing() -> None:

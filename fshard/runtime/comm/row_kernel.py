@@ -7,22 +7,12 @@ from typing import Any
 
 from torch import Tensor
 
-try:
-    import triton  # type: ignore[import-not-found,import-untyped,unused-ignore]
-    import triton.language as tl  # type: ignore[import-not-found,import-untyped,unused-ignore]
-except ImportError:
-    triton = tl = None
+from fshard.runtime.comm.triton_language import FUSION, constexpr, tl, triton
 
 BLOCK = 1024
 """Elements that one program of the kernel adds up."""
 
-FUSION = {"enable_fp_fusion": False}
-"""An option of Triton: a product and a sum stay two roundings, whatever the default of its release is."""
 
-constexpr: Any = Any if tl is None else tl.constexpr
-
-
-# Triton reads annotations: it knows its own alone.
 def _sum_rows(out, rows, length, count: constexpr, add: constexpr, wide: constexpr, block: constexpr):  # type: ignore[no-untyped-def]
     at = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
     there = at < length

@@ -1,12 +1,13 @@
 """Sums of rows in the order of ranks, so that equal rows give equal bits on every run and on every rank."""
 
 import functools
-import warnings
 from collections.abc import Callable, Iterable
 from itertools import chain
 
 import torch
 from torch import Tensor
+
+from fshard.runtime.comm.checked_kernel import checked
 
 Kernel = Callable[[Tensor, Tensor, bool], None]
 
@@ -60,24 +61,17 @@ def kernel_of(device: torch.device) -> Kernel | None:
 
 def right(kernel: Kernel, device: torch.device) -> Kernel | None:
     """A kernel, if it can be compiled here and has the bits of PyTorch's sums; else None, with a warning."""
-    # Not drawn: the first collective may be inside of a unit that is computed again, where own generators are refused.
-    # The power makes numbers of very different sizes, so that their order matters.
-    rows = torch.arange(5 * 3001, device=device).view(5, 3001).float().mul(12.9898).sin().pow(9).bfloat16()
-    problem = "its sums have other bits than PyTorch's"
-    try:
-        same = True
+
+    def same() -> bool:
+        # Not drawn: the first collective may be inside of a unit that is computed again, where own generators are
+        # refused. The power makes numbers of very different sizes, so that their order matters.
+        rows = torch.arange(5 * 3001, device=device).view(5, 3001).float().mul(12.9898).sin().pow(9).bfloat16()
         for add in (False, True):
             ours, theirs = [torch.full((3001,), 0.1, dtype=torch.float32, device=device) for _ in range(2)]
             kernel(ours, rows, add)
             _sum_one_by_one(theirs, rows, add)
-            same = same and torch.equal(ours, theirs)
-        if same:
-            return kernel
-    except Exception as error:  # Triton needs a C compiler and the headers of Python
-        problem = f"{type(error).__name__}: {error}"
-    warnings.warn(
-        f"the kernel that sums rows of other ranks cannot be used on {device}: {problem}. The results are the same, "
-        f"and one kernel a row makes them",
-        stacklevel=2,
-    )
-    return None
+            if not torch.equal(ours, theirs):
+                return False
+        return True
+
+    return checked(kernel, "that sums rows of other ranks", device, same, "one kernel a row makes them")

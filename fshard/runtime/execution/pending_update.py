@@ -12,7 +12,7 @@ from fshard.optim.contract import Contract
 from fshard.runtime.comm.device_streams import ComputeOrder, events
 from fshard.runtime.engine.units import VERSION
 from fshard.runtime.execution.rounding import Rounding
-from fshard.runtime.execution.shards import Gradients, Shard, Shards
+from fshard.runtime.execution.shards import Calls, Gradients, Shard, Shards, Slices
 from fshard.runtime.memory.optimizer_layout import RESIDUAL, UpdateSlice
 from fshard.sharding.plan import Plan
 
@@ -71,16 +71,15 @@ class PendingUpdate:
         due = [group for group in groups if group in self.waiting]
         if due:
             shards.overwrite()
-        apart = self._apart(due)
-        calls = shards.calls(self.grads, tuple([group for group in due if group not in apart] if apart else due))
-        written = [*calls.written, *shards.tensors(apart)] if apart else calls.written
+        staged, calls = self._calls(due, shards)
+        written = [tensor for each in calls for tensor in each.written] + shards.tensors(staged)
         versions = list(map(VERSION, written))
         try:
             with torch.no_grad():
-                for cut, params, grads, states in calls.slices:
-                    self._rule([*params], [*grads], [*states], cut)
-                for group in apart:
-                    self._update_apart(group, shards[group])
+                for call in [call for each in calls for call in each.slices]:
+                    self._call(call)
+                for group in staged:
+                    self._update_staged(group, shards[group])
                 self._keep(due, shards)
         except BaseException as error:
             if versions != list(map(VERSION, written)):
@@ -125,11 +124,19 @@ class PendingUpdate:
             self.follow()
             self.grads = self.grads.copied(self.waiting)
 
-    def _apart(self, groups: Sequence[int]) -> list[int]:
-        """Say which of these groups are updated one at a time: rounded, or kept elsewhere than they are updated."""
-        rounded = self.rounding.groups if self.rounding is not None else ()
-        stagings = self.grads.stagings
-        return [group for group in groups if group in rounded or group in stagings] if rounded or stagings else []
+    def _calls(self, groups: Sequence[int], shards: Shards) -> tuple[Sequence[int], list[Calls]]:
+        """Say which of these groups are kept elsewhere than they are updated, and what updates the others."""
+        stagings, rounded = self.grads.stagings, () if self.rounding is None else self.rounding.groups
+        if not stagings and not rounded:
+            return (), [shards.calls(self.grads, tuple(groups))]
+        parts = [[g for g in groups if g not in stagings and (g in rounded) is apart] for apart in (False, True)]
+        return [g for g in groups if g in stagings], [shards.calls(self.grads, tuple(part)) for part in parts]
+
+    def _call(self, call: Slices) -> None:
+        if self.rounding is not None and call.places[0][0] in self.rounding.groups:
+            self.rounding.update(call, self.step, self._rule)
+        else:
+            self._rule([*call.params], [*call.grads], [*call.states], call.cut)
 
     def _rule(
         self, params: list[Tensor], grads: list[Tensor], states: list[dict[str, Tensor]], cut: UpdateSlice
@@ -148,18 +155,12 @@ class PendingUpdate:
             self.divisors[key] = torch.full((), factor, dtype=dtype, device=grad.device)
         return self.divisors[key]
 
-    def _update_apart(self, group: int, home: Shard) -> None:
-        staging, update_slices = self.grads.stagings.get(group), self.grads.update_slices[group]
-        staged = staging.stage_in(home.own, home.opt) if staging is not None else (home.own, home.opt)
-        shard = Shard(*staged, home.layouts) if staging is not None else home
-        if self.rounding is not None and group in self.rounding.groups:
-            slices = shard.slices(update_slices)
-            self.rounding.update(group, update_slices, slices, self.grads.slices(group), self.step, self._rule)
-        else:
-            for cut, params, grads, states in self.grads.alike({group: shard}):
-                self._rule(params, grads, states, cut)
-        if staging is not None:
-            staging.stage_out(staged, home.own, home.opt)
+    def _update_staged(self, group: int, home: Shard) -> None:
+        staging = self.grads.stagings[group]
+        staged = staging.stage_in(home.own, home.opt)
+        for call in self.grads.alike({group: Shard(*staged, home.layouts)}):
+            self._call(call)
+        staging.stage_out(staged, home.own, home.opt)
 
 
 @dataclass(eq=False)

@@ -7,6 +7,7 @@ from typing import Protocol
 from fshard.schedule.activation_moves import FETCH, OFFLOAD
 from fshard.schedule.ops import COMPUTE_KINDS, GROUP_KINDS, Op
 from fshard.schedule.schedule import Schedule
+from fshard.schedule.schedule_memory import update_runs
 from fshard.schedule.transfers import started
 
 Run = Callable[[], None]
@@ -83,19 +84,7 @@ def make_route(schedule: Schedule, actions: ScheduleActions) -> Route:
 
 
 def _updates(schedule: Schedule) -> dict[int, tuple[int, list[int]]]:
-    """Runs of updates: by the first one, the op after the last one, and the ids of their groups.
-
-    An update that takes memory runs alone, so that what several take is never there together.
-    """
+    """Runs of updates: by the first one, the op after the last one, and the ids of their groups."""
     ids = {group.name: number for number, group in enumerate(schedule.groups)}
-    alone = {group.name for group in schedule.groups if group.update_bytes}
-    found: dict[int, tuple[int, list[int]]] = {}
-    first = 0
-    for at, op in enumerate(schedule.ops):
-        if op.kind != "update":
-            first = at + 1
-            continue
-        if not alone.isdisjoint(each.target for each in schedule.ops[max(first, at - 1) : at + 1]):
-            first = at
-        found[first] = at + 1, [ids[each.target] for each in schedule.ops[first : at + 1]]
-    return found
+    runs = update_runs(schedule.ops, schedule.groups)
+    return {run.start: (run.stop, [ids[op.target] for op in schedule.ops[run.start : run.stop]]) for run in runs}

@@ -175,12 +175,14 @@ class Slices(NamedTuple):
         params: the parameters.
         grads: their gradients.
         states: the optimizer's state of each.
+        places: the group of each, by id, and its own update slice.
     """
 
     cut: UpdateSlice
     params: list[Tensor]
     grads: list[Tensor]
     states: list[dict[str, Tensor]]
+    places: list[tuple[int, UpdateSlice]]
 
 
 class Calls:
@@ -253,10 +255,11 @@ class Gradients:
             cuts, host = self.update_slices[group], group in self.host
             for (param, state), grad, cut in zip(shard.slices(cuts), self.slices(group), cuts, strict=True):
                 key = (cut.hyper, cut.limit, cut.late, param.dtype, host)
-                call = alike.setdefault(key, Slices(cut, [], [], []))
+                call = alike.setdefault(key, Slices(cut, [], [], [], []))
                 call.params.append(param)
                 call.grads.append(grad)
                 call.states.append(state)
+                call.places.append((group, cut))
         return list(alike.values())
 
 
