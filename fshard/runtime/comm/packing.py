@@ -20,6 +20,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from fshard.runtime.comm.checked_kernel import checked
 from fshard.runtime.comm.row_sums import SHORT, sum_rows
 from fshard.sharding.wire import WireFormat
 
@@ -55,6 +56,9 @@ Kernel = Callable[[Tensor, Sequence[Tensor], Sequence[Tensor]], object]
 Kernels = Callable[[str, WireFormat, int], Kernel | None]
 """Compiled kernels with the bits of PyTorch's ops; None to use these. ``"pack"`` is for one range, ``"unpack"`` writes
 the sum of so many in their order, and ``"add"`` adds them one after the other."""
+
+SumKernel = Callable[[Tensor, WireFormat, Tensor, bool], None]
+"""``kernel(rows, form, out, add)`` does as ``unpack_sum`` on a device."""
 
 
 def no_kernels(what: str, form: WireFormat, ranges: int) -> None:
@@ -128,10 +132,46 @@ def unpack_rows(rows: Tensor, form: WireFormat, out: Tensor, add: int = 0, kerne
 def unpack_sum(rows: Tensor, form: WireFormat, out: Tensor, add: bool, kernels: Kernels = no_kernels) -> None:
     """``out`` = the sum of the rows in their order, plus its own value if ``add``."""
     if not on_host(out.device):
-        sum_rows(out, _values(rows, form, None, out.numel()), add)
+        kernel = sum_kernel_of(out.device, form) if out.dtype == torch.float32 and out.is_contiguous() else None
+        if kernel is not None and out.numel() and rows.is_contiguous():
+            kernel(rows, form, out, add)
+        else:
+            sum_rows(out, _values(rows, form, None, out.numel()), add)
         return
     for number, some in enumerate(torch.split(rows, MOST)):
         _unpack_host(some.unbind(), form, out, int(add or number > 0), kernels)
+
+
+@functools.cache
+def sum_kernel_of(device: torch.device, form: WireFormat) -> SumKernel | None:
+    """The kernel that unpacks and adds rows on a device; None where there is none. Its first call waits for it."""
+    if device.type != "cuda":
+        return None
+    from fshard.runtime.comm import unpack_kernel
+
+    fits = unpack_kernel.KERNEL is not None and unpack_kernel.fits(form)
+    return right_sums(unpack_kernel.unpack_sum, form, device) if fits else None
+
+
+def right_sums(kernel: SumKernel, form: WireFormat, device: torch.device) -> SumKernel | None:
+    """A kernel, if it can be compiled here and has the bits of PyTorch's operators; else None, with a warning."""
+
+    def same() -> bool:
+        count = form.block * 40
+        rows = torch.arange(5 * form.nbytes(count), device=device).mul_(40503).bitwise_right_shift_(5).to(torch.uint8)
+        rows = rows.view(5, -1)  # every code; and scales of many sizes
+        scales = torch.arange(5 * 40, device=device).view(5, 40).float().mul(12.9898).sin().pow(9)
+        _parts(rows, form, count)[1].copy_(scales)
+        for add in (False, True):
+            ours, theirs = [torch.full((count,), 0.1, dtype=torch.float32, device=device) for _ in range(2)]
+            kernel(rows, form, ours, add)
+            sum_rows(theirs, _values(rows, form, None, count), add)
+            if not torch.equal(ours.nan_to_num_(1e9), theirs.nan_to_num_(1e9)):
+                return False
+        return True
+
+    does, instead = f"that unpacks and sums rows in {form}", "two kernels and memory for unpacked rows make them"
+    return checked(kernel, does, device, same, instead)
 
 
 def _values(rows: Tensor, form: WireFormat, out: Tensor | None, numel: int) -> Tensor:
