@@ -55,7 +55,7 @@ def parallelize(
     >>> net = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4))
     >>> mesh = fs.virtual_mesh((2, 2), ("data", "tp"))
     >>> model = parallelize(fs.split(net), mesh, {"0": "colwise", "2": "rowwise"})
-    >>> plan = fs.make_plan(model, mesh, fs.suggest_rules(model, mesh), batch=fs.P("data"))
+    >>> plan = fs.make_plan(model, mesh, "auto", batch=fs.P("data"))
     >>> plan.leaves["0.weight"].at_rest, plan.leaves["2.weight"].at_rest
     (P('tp', None, flat='data'), P(None, 'tp', flat='data'))
     """

@@ -124,7 +124,7 @@ def planned(module: nn.Module, mesh: fs.Mesh, entries: Any = None, **options: An
     """A module as fshard's users make it parallel."""
     model = parallel.parallelize(fs.split(module, units="auto"), mesh, entries)
     rows = fs.P(tuple(axis for axis in mesh.axis_names if axis != "tp"))
-    return model, fs.make_plan(model, mesh, fs.suggest_rules(model, mesh), batch=rows, **options)
+    return model, fs.make_plan(model, mesh, "auto", batch=rows, **options)
 
 
 def train(module: nn.Module, axes: Sequence[str], entries: Any = None, **options: Any) -> Run:
