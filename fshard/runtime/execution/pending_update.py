@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -15,6 +15,13 @@ from fshard.runtime.execution.rounding import Rounding
 from fshard.runtime.execution.shards import Gradients, Shard, Shards
 from fshard.runtime.memory.optimizer_layout import RESIDUAL, UpdateSlice
 from fshard.sharding.plan import Plan
+
+
+class UpdateNumbers(Protocol):
+    """The numbers of an update in device memory, for a graph that is replayed with others."""
+
+    def of(self, limit: int, dtype: torch.dtype) -> dict[str, Any]:
+        """Arguments of the optimizer's update, for slices of a clipping rule whose gradients are of a dtype."""
 
 
 @dataclass(eq=False)
@@ -58,10 +65,11 @@ class PendingUpdate:
         held = [buffer for group in self.waiting for buffer in self.grads.buffers(group)]
         return [*held, *self.divisors.values()]
 
-    def apply(self, shards: Shards, groups: Sequence[int]) -> None:
+    def apply(self, shards: Shards, groups: Sequence[int], numbers: UpdateNumbers | None = None) -> None:
         """Update these groups, unless that was done: one call for all slices of equal hyper-parameters and dtype.
 
-        If the rule raises before it has written anything, these groups still wait, and can be updated later.
+        If the rule raises before it has written anything, these groups still wait, and can be updated later. With
+        ``numbers`` the rule reads these in the place of this update's own.
 
         Raises:
             StateError: it had written something, now or before.
@@ -78,7 +86,7 @@ class PendingUpdate:
         try:
             with torch.no_grad():
                 for cut, params, grads, states in calls.slices:
-                    self._rule([*params], [*grads], [*states], cut)
+                    self._rule([*params], [*grads], [*states], cut, numbers)
                 for group in apart:
                     self._update_apart(group, shards[group])
                 self._keep(due, shards)
@@ -132,9 +140,18 @@ class PendingUpdate:
         return [group for group in groups if group in rounded or group in stagings] if rounded or stagings else []
 
     def _rule(
-        self, params: list[Tensor], grads: list[Tensor], states: list[dict[str, Tensor]], cut: UpdateSlice
+        self,
+        params: list[Tensor],
+        grads: list[Tensor],
+        states: list[dict[str, Tensor]],
+        cut: UpdateSlice,
+        numbers: UpdateNumbers | None = None,
     ) -> None:
-        more: dict[str, Any] = {"late": cut.late} if cut.late else {}
+        if numbers is not None:
+            more = numbers.of(cut.limit, grads[0].dtype)
+            self.opt.update(params, grads, states, step=self.step + 1, hyper=cut.hyper, **more)
+            return
+        more = {"late": cut.late} if cut.late else {}
         scale, step = self._divisor(cut.limit, grads[0]), self.step + 1
         self.opt.update(params, grads, states, step=step, hyper=cut.hyper, grad_scale=scale, found_inf=None, **more)
 
@@ -197,10 +214,10 @@ class Several:
         for part in self.parts:
             part.refuse(why)
 
-    def apply(self, shards: Shards, groups: Sequence[int]) -> None:
+    def apply(self, shards: Shards, groups: Sequence[int], numbers: UpdateNumbers | None = None) -> None:
         """See ``PendingUpdate.apply``."""
         for part in self.parts:
-            part.apply(shards, groups)
+            part.apply(shards, groups, numbers)
 
     def finish(self, shards: Shards) -> None:
         """See ``PendingUpdate.finish``."""
@@ -239,10 +256,17 @@ class Update:
         shards: the shards.
         pending: the update; None if it was applied.
         stale: the groups whose shards lack what other ranks updated; those that are whole again are taken out of it.
+        numbers: those that its rule reads in the place of its own, in a graph.
     """
 
-    def __init__(self, shards: Shards, pending: "PendingUpdate | Several | None", stale: dict[int, None]) -> None:
-        self.shards, self.pending, self.stale = shards, pending, stale
+    def __init__(
+        self,
+        shards: Shards,
+        pending: "PendingUpdate | Several | None",
+        stale: dict[int, None],
+        numbers: UpdateNumbers | None = None,
+    ) -> None:
+        self.shards, self.pending, self.stale, self.numbers = shards, pending, stale, numbers
         self._stale_at_start = tuple(stale)
         self.stopped = False
 
@@ -254,12 +278,18 @@ class Update:
     def apply(self, groups: Sequence[int]) -> None:
         """Update these groups, unless that was done; see ``PendingUpdate.apply``."""
         if self.pending is not None:
-            self.pending.apply(self.shards, () if self.stopped else groups)
+            self.pending.apply(self.shards, () if self.stopped else groups, self.numbers)
 
     def finish(self) -> None:
         """Update every group that was not updated yet. Local."""
         if self.pending is not None:
             self.pending.finish(self.shards)
+
+    def made(self) -> None:
+        """Note that a graph has made the update, and gathered what other ranks have updated."""
+        if isinstance(self.pending, PendingUpdate):
+            self.pending.waiting.clear()
+        self.stale.clear()
 
     def stop(self) -> None:
         """Update nothing more. What was updated is still sent: other ranks wait for it."""

@@ -1,0 +1,104 @@
+"""Capturing what a function issues on a device, and what no capture can hold."""
+
+import sys
+from collections.abc import Callable
+from typing import Any, Protocol, TypeVar
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from fshard.torch_internals import TorchDispatchMode
+
+T = TypeVar("T")
+Replay = Callable[[], object]
+
+ATEN = torch.ops.aten
+COPIES = (ATEN._to_copy.default, ATEN.copy_.default)
+WAITING = frozenset((torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output))
+
+
+class Capture(Protocol):
+    """A device whose work can be captured."""
+
+    def capture(self, run: Callable[[], T]) -> tuple[Replay, T]:
+        """Call a function, whose work on the device is captured and not done.
+
+        Returns:
+            A function that does this work, and what the function has returned: tensors whose values each replay makes.
+        """
+
+
+class CudaCapture:
+    """Captures CUDA graphs, whose memory is one pool. It was not run on a GPU.
+
+    Args:
+        device: the device.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.pool: Any = None
+        self.stream: Any = None
+
+    def capture(self, run: Callable[[], T]) -> tuple[Replay, T]:
+        """See ``Capture.capture``. Threads of NCCL may ask for events meanwhile."""
+        with torch.cuda.device(self.device):
+            if self.stream is None:
+                self.pool, self.stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, self.pool, self.stream, capture_error_mode="thread_local"):
+                result = run()
+        return graph.replay, result
+
+
+def capture_of(device: torch.device) -> Capture | None:
+    """Return what captures the work of a device; None if nothing does."""
+    return CudaCapture(device) if device.type == "cuda" else None
+
+
+class HostWork(TorchDispatchMode):
+    """Finds operators of which a capture would keep a value of the host, or for which the host waits.
+
+    Args:
+        device: the device.
+
+    Attributes:
+        found: the operators, and where the user's code calls each.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self.device = device.type
+        self.found: dict[str, None] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run an operator, and look at it."""
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        made = [x for x in tree_leaves(out) if isinstance(x, Tensor)]
+        given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        here = [x.device.type == self.device for x in (*made, *given)]
+        if any(here) and (not all(here) or WAITING.intersection(func.tags) or func is ATEN.lift_fresh.default):
+            if not _shape_only(func):
+                self.found[f"{func}{_place()}"] = None
+        return out
+
+
+def _shape_only(func: Any) -> bool:
+    """Tell whether an operator reads nothing of its argument but what it is."""
+    name = func._schema.name.removeprefix("aten::")
+    return name.startswith("new_") or name.endswith("_like")
+
+
+def _place() -> str:
+    """The line of the user's that is under way; empty if there is none, as in a backward."""
+    frame: Any = sys._getframe(2)
+    while frame is not None:
+        module = frame.f_globals.get("__name__", "").partition(".")[0]
+        if module not in ("torch", "fshard"):
+            return f" at {frame.f_code.co_filename}:{frame.f_lineno}"
+        if module == "fshard" and frame.f_code.co_name == "_called":
+            break
+        frame = frame.f_back
+    return ""
