@@ -33,6 +33,9 @@ DEALLOCATES = (
 )
 """The modules that free the memory of buffers."""
 
+ALLOCATES = (*DEALLOCATES[:2], "fshard.runtime.memory.slots")
+"""The modules that give it."""
+
 CONTROL = ("control", "checkpoint")
 """Roles of communicators whose messages lie on the host."""
 
@@ -89,7 +92,7 @@ class RecordedGraph:
     def __init__(self) -> None:
         self.records: list[Record] = []
         self.pool: dict[int, Any] = {}
-        self.live: set[int] = set()
+        self.live: dict[int, None] = {}
         self.outside: dict[int, tuple[StorageWeakRef, int, str]] = {}
         self.replays = 0
 
@@ -147,12 +150,17 @@ class CaptureDevice(TorchDispatchMode):
         self.graphs.append(graph)
         return graph.replay, result
 
+    @property
+    def replayed(self) -> int:
+        """The number of replays of all graphs."""
+        return sum(graph.replays for graph in self.graphs)
+
     def deallocate(self, buffer: Tensor, real: Callable[[Tensor], None]) -> None:
         """Free the memory of a buffer; in a capture it stays, and what is in it goes."""
         key = buffer.untyped_storage()._cdata
         if self.graph is not None:
-            self.buffers.add(key)
-            self.storages[key] = buffer.untyped_storage()
+            if buffer.untyped_storage().nbytes():
+                assert key in self.buffers, "a graph frees memory from before its capture, and would use it again"
             if buffer.untyped_storage().nbytes():
                 self._poisoned(at_address(buffer))
         elif key in self.buffers:
@@ -160,6 +168,13 @@ class CaptureDevice(TorchDispatchMode):
                 poison(at_address(buffer))
         else:
             real(buffer)
+
+    def allocate(self, buffer: Tensor, real: Callable[[Tensor], None]) -> None:
+        """Give a buffer memory; in a capture it is the graph's."""
+        if self.graph is not None and not buffer.untyped_storage().nbytes():
+            self.buffers.add(buffer.untyped_storage()._cdata)
+            self.storages[buffer.untyped_storage()._cdata] = buffer.untyped_storage()
+        real(buffer)
 
     def collective(self, name: str, method: Callable[..., Any], args: tuple[Any, ...]) -> Any:
         """A collective: done at once, or recorded."""
@@ -212,7 +227,7 @@ class CaptureDevice(TorchDispatchMode):
         for x in made:
             key = x.untyped_storage()._cdata
             self.graph.pool[key] = x.untyped_storage()  # type: ignore[union-attr]
-            self.graph.live.add(key)  # type: ignore[union-attr]
+            self.graph.live[key] = None  # type: ignore[union-attr]
             poison(at_address(x))
         self._operator(func, args, kwargs, made)
         return out
@@ -278,7 +293,7 @@ class CaptureDevice(TorchDispatchMode):
         graph = self.graph
         assert graph is not None
         for key in [key for key in graph.live if torch._C._storage_Use_Count(key) <= 1]:
-            graph.live.discard(key)
+            del graph.live[key]
             storage = graph.pool[key]
             floats = torch.empty(0, dtype=torch.uint8, device="cpu")
             made = torch._C._construct_storage_from_data_pointer(
@@ -346,14 +361,15 @@ def capturing() -> Iterator[Callable[[fs.Mesh], tuple[fs.Mesh, CaptureDevice]]]:
         change.setattr(
             "fshard.runtime.whole_graph.capture.capture_of", lambda device: by_thread.get(threading.get_ident())
         )
-        for room in DEALLOCATES:
-            real = __import__(room, fromlist=["deallocate"]).deallocate
+        for name, rooms in (("allocate", ALLOCATES), ("deallocate", DEALLOCATES)):
+            for room in rooms:
+                real = getattr(__import__(room, fromlist=[name]), name)
 
-            def freed(buffer: Tensor, real: Any = real) -> None:
-                device = by_thread.get(threading.get_ident())
-                real(buffer) if device is None else device.deallocate(buffer, real)
+                def called(buffer: Tensor, real: Any = real, name: str = name) -> None:
+                    device = by_thread.get(threading.get_ident())
+                    real(buffer) if device is None else getattr(device, name)(buffer, real)
 
-            change.setattr(f"{room}.deallocate", freed)
+                change.setattr(f"{room}.{name}", called)
         yield on
 
 

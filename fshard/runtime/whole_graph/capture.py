@@ -14,8 +14,11 @@ T = TypeVar("T")
 Replay = Callable[[], object]
 
 ATEN = torch.ops.aten
-COPIES = (ATEN._to_copy.default, ATEN.copy_.default)
 WAITING = frozenset((torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output))
+
+
+OUTSIDE = ("fshard.runtime.steps.passes", "fshard.runtime.steps.runner")
+"""The modules that call the loss function, or its backward."""
 
 
 class Capture(Protocol):
@@ -57,7 +60,7 @@ def capture_of(device: torch.device) -> Capture | None:
     return CudaCapture(device) if device.type == "cuda" else None
 
 
-class HostWork(TorchDispatchMode):
+class HostWork(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Finds operators of which a capture would keep a value of the host, or for which the host waits.
 
     Args:
@@ -68,7 +71,7 @@ class HostWork(TorchDispatchMode):
     """
 
     def __init__(self, device: torch.device) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.device = device.type
         self.found: dict[str, None] = {}
 
@@ -79,26 +82,25 @@ class HostWork(TorchDispatchMode):
         made = [x for x in tree_leaves(out) if isinstance(x, Tensor)]
         given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
         here = [x.device.type == self.device for x in (*made, *given)]
-        if any(here) and (not all(here) or WAITING.intersection(func.tags) or func is ATEN.lift_fresh.default):
-            if not _shape_only(func):
-                self.found[f"{func}{_place()}"] = None
+        waits = WAITING.intersection(func.tags) or func is ATEN.lift_fresh.default
+        if any(here) and (waits or not all(here)) and not _shape_only(func):
+            place = _place()
+            if place or waits or any([x.ndim for x, on in zip((*made, *given), here, strict=True) if not on]):
+                self.found[f"{func}{place}"] = None  # backwards take numbers of the host that follow from shapes
         return out
 
 
 def _shape_only(func: Any) -> bool:
     """Tell whether an operator reads nothing of its argument but what it is."""
-    name = func._schema.name.removeprefix("aten::")
+    name: str = func._schema.name.removeprefix("aten::")
     return name.startswith("new_") or name.endswith("_like")
 
 
 def _place() -> str:
-    """The line of the user's that is under way; empty if there is none, as in a backward."""
+    """The line of the loss function that is under way; empty if there is none, as in a backward."""
     frame: Any = sys._getframe(2)
-    while frame is not None:
-        module = frame.f_globals.get("__name__", "").partition(".")[0]
-        if module not in ("torch", "fshard"):
+    while frame is not None and (module := frame.f_globals.get("__name__", "")) not in OUTSIDE:
+        if module.partition(".")[0] not in ("torch", "fshard"):
             return f" at {frame.f_code.co_filename}:{frame.f_lineno}"
-        if module == "fshard" and frame.f_code.co_name == "_called":
-            break
         frame = frame.f_back
     return ""

@@ -9,6 +9,7 @@ A capture does nothing on the device. So one that fails on any rank leaves no tr
 eagerly.
 """
 
+import functools
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -18,16 +19,15 @@ from weakref import ref
 
 import torch
 
-from fshard.runtime.comm import ProcessTransport, exchange
+from fshard.runtime.comm import exchange
 from fshard.runtime.execution import PendingUpdate, Update
 from fshard.runtime.execution.executor import Scheduled
 from fshard.runtime.graphs.surroundings import Surroundings, recorded
-from fshard.runtime.graphs.trace_unit import UntraceableUnit
 from fshard.runtime.steps import Programs, Runner
 from fshard.runtime.steps.failures import together
 from fshard.runtime.steps.rank_end import DONE
 from fshard.runtime.steps.readings import RuleNorms
-from fshard.runtime.steps.records import Agreed, PassResult, ProgramRun, Ready, StepRequest
+from fshard.runtime.steps.records import Agreed, PassResult, ProgramRun, Ready
 from fshard.runtime.whole_graph.capture import Capture, HostWork
 from fshard.runtime.whole_graph.dials import Dials
 from fshard.runtime.whole_graph.step_graph import (
@@ -67,14 +67,17 @@ class GraphRunner(Runner):
 
     def __init__(self, fn: Callable[..., Any], programs: Programs, rules: int, capture: Capture) -> None:
         super().__init__(fn, programs)
-        self.capture, self.dials = capture, Dials(self.plan.mesh.device, rules)
+        self.capture, self.rules = capture, rules
         self.held: list[StepGraph] = []
         self.refusal = ""
         self._graph: StepGraph | None = None  # of the step under way, if it has one
         self._replayed = False
         self._interrupt: BaseException | None = None
-        if isinstance(transport := programs.comms.transport, ProcessTransport):
-            transport.graphs.add(self)
+
+    @functools.cached_property
+    def dials(self) -> Dials:
+        """The numbers that change from step to step."""
+        return Dials(self.plan.mesh.device, self.rules)
 
     def drop(self) -> None:
         """Drop all graphs: communicators that they hold are about to end. On any thread."""
@@ -151,9 +154,9 @@ class GraphRunner(Runner):
             return self._replay(graph, agreed, "replayed" if worst == READY else "captured")
 
     def _eager(self, agreed: Agreed, worst: int) -> ProgramRun:
-        rank, graph = agreed.modes.index(worst), self._graph
-        own = self.refusal if worst == REFUSED and rank == self.plan.mesh.together.rank else ""
-        where = f"rank {rank}: " if len({*agreed.modes}) > 1 else ""
+        graph, mine = self._graph, agreed.modes[self.plan.mesh.together.rank]
+        own = self.refusal if worst == REFUSED else ""
+        where = "" if mine == worst else f"rank {agreed.modes.index(worst)}: "
         self._say(f"eager: {where}{own or WHY[worst]}")
         host = HostWork(self.plan.mesh.device)
         with host if graph is not None and graph.seen == WARM - 1 and not self.refusal else nullcontext():
@@ -228,13 +231,13 @@ class GraphRunner(Runner):
             executor.finish()
             return measured, self._norms(ready)
 
+        if (graphs := getattr(self._meetings.transport, "graphs", None)) is not None:
+            graphs.add(self)
         with recorded() as reads:
             graph.replay, (graph.measured, graph.norms) = self.capture.capture(body)
         graph.record = tuple(executor.record)
-        try:
-            graph.surroundings = Surroundings(self.finder.fn, reads)
-        except UntraceableUnit:
-            graph.surroundings = None
+        own = {code: space for code, space in reads.codes.items() if "__name__" in space}  # and none that was generated
+        graph.surroundings = Surroundings(self.finder.fn, replace(reads, codes=own))
 
     def _inside(self, graph: StepGraph, agreed: Agreed) -> Ready:
         """The step as it is captured: with numbers from the dials, on the graph's own batch."""
