@@ -140,7 +140,7 @@ def _captured(loss_fn: Callable[..., Any], opt: Optimizer, plan: Plan, options: 
     """A train step that is captured as a graph."""
     from fshard.runtime import whole_graph  # which other steps do not import
 
-    capture = whole_graph.capture.capture_of(plan.mesh.device)
+    capture = whole_graph.device_capture.capture_of(plan.mesh.device)
     problems = [*whole_graph.graph_problems(plan, opt, options, capture)]
     if problems or capture is None:
         raise PlanError("; ".join(problems))

@@ -359,7 +359,7 @@ def capturing() -> Iterator[Callable[[fs.Mesh], tuple[fs.Mesh, CaptureDevice]]]:
 
     with pytest.MonkeyPatch.context() as change:
         change.setattr(
-            "fshard.runtime.whole_graph.capture.capture_of", lambda device: by_thread.get(threading.get_ident())
+            "fshard.runtime.whole_graph.device_capture.capture_of", lambda device: by_thread.get(threading.get_ident())
         )
         for name, rooms in (("allocate", ALLOCATES), ("deallocate", DEALLOCATES)):
             for room in rooms:

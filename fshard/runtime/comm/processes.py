@@ -73,7 +73,6 @@ class ProcessTransport:
         self.shared_memory = shared_memory
         self.parts: list[ProcessTransport] = []  # of replicas, closed with this one
         self.comms: dict[tuple[str, Axes], Communicator] = {}
-        self.graphs: weakref.WeakSet[Any] = weakref.WeakSet()  # drop graphs, which must go before what they call
         self.base: Communicator | None = None
         self.hosts, self.groups = list[str](), list[Any]()
         self.lost = ""
@@ -138,7 +137,7 @@ class ProcessTransport:
 
     def _heard(self, role: str, comms: Sequence[NcclCommunicator], reason: str) -> None:
         """Another rank has failed in its program, or cannot continue at all."""
-        self._drop_graphs()
+        self.cuts.drop_graphs()
         if role == COLLECTIVES:
             self._cut(comms, reason)  # they stay: nobody would help to make new ones
         else:
@@ -175,7 +174,7 @@ class ProcessTransport:
 
     def _drop(self, comms: Sequence[Communicator | None], reason: str) -> None:
         """Close communicators: first those that send peers a message, then those that leave a note in the store."""
-        self._drop_graphs()
+        self.cuts.drop_graphs()
         for comm in comms:
             if isinstance(comm, HostCommunicator):
                 comm.close(reason)
@@ -190,11 +189,6 @@ class ProcessTransport:
         gone = [group for group in gone if group is not None]  # another thread may have closed it at the same time
         self.groups[:] = [group for group in self.groups if not any(group is other for other in gone)]
         self._destroy(gone, DROPPING)
-
-    def _drop_graphs(self) -> None:
-        """Drop the graphs of steps that hold collectives of NCCL, before its communicators end."""
-        for each in [*self.graphs]:
-            each.drop()
 
     def _cut(self, comms: Sequence[NcclCommunicator], reason: str) -> list[Any]:
         """Abort NCCL's collectives in flight: kernels that wait for other ranks end then.

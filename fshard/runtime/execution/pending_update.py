@@ -17,7 +17,7 @@ from fshard.runtime.memory.optimizer_layout import RESIDUAL, UpdateSlice
 from fshard.sharding.plan import Plan
 
 
-class UpdateNumbers(Protocol):
+class NumbersInMemory(Protocol):
     """The numbers of an update in device memory, for a graph that is replayed with others."""
 
     def of(self, limit: int, dtype: torch.dtype) -> dict[str, Any]:
@@ -65,7 +65,7 @@ class PendingUpdate:
         held = [buffer for group in self.waiting for buffer in self.grads.buffers(group)]
         return [*held, *self.divisors.values()]
 
-    def apply(self, shards: Shards, groups: Sequence[int], numbers: UpdateNumbers | None = None) -> None:
+    def apply(self, shards: Shards, groups: Sequence[int], numbers: NumbersInMemory | None = None) -> None:
         """Update these groups, unless that was done: one call for all slices of equal hyper-parameters and dtype.
 
         If the rule raises before it has written anything, these groups still wait, and can be updated later. With
@@ -145,7 +145,7 @@ class PendingUpdate:
         grads: list[Tensor],
         states: list[dict[str, Tensor]],
         cut: UpdateSlice,
-        numbers: UpdateNumbers | None = None,
+        numbers: NumbersInMemory | None = None,
     ) -> None:
         if numbers is not None:
             more = numbers.of(cut.limit, grads[0].dtype)
@@ -214,7 +214,7 @@ class Several:
         for part in self.parts:
             part.refuse(why)
 
-    def apply(self, shards: Shards, groups: Sequence[int], numbers: UpdateNumbers | None = None) -> None:
+    def apply(self, shards: Shards, groups: Sequence[int], numbers: NumbersInMemory | None = None) -> None:
         """See ``PendingUpdate.apply``."""
         for part in self.parts:
             part.apply(shards, groups, numbers)
@@ -264,7 +264,7 @@ class Update:
         shards: Shards,
         pending: "PendingUpdate | Several | None",
         stale: dict[int, None],
-        numbers: UpdateNumbers | None = None,
+        numbers: NumbersInMemory | None = None,
     ) -> None:
         self.shards, self.pending, self.stale, self.numbers = shards, pending, stale, numbers
         self._stale_at_start = tuple(stale)

@@ -98,12 +98,17 @@ def agree(comm: Communicator, terms: Terms, failure: BaseException | None = None
         compare_numbers(comm, numbers, facts if len(set(numbers)) == 1 else with_modes(facts, found))
     if len(set(schedules)) > 1:
         raise different_schedules(comm, intent)
-    if unlike := rows.unlike([row[3:] for row in told]):
+    return Agreement(_uneven(terms, [row[3:] for row in told]), [-each for each in status])
+
+
+def _uneven(terms: Terms, told: Sequence[Sequence[int]]) -> list[str]:
+    """Say how the sizes of batches are unequal, unless that is an error."""
+    if unlike := terms.rows.unlike(told):
         raise unlike
-    uneven = rows.uneven([row[3:] for row in told])
+    uneven = terms.rows.uneven(told)
     if terms.equal_rows and uneven:
         raise uneven_rows(uneven)
-    return Agreement(uneven, [-each for each in status])
+    return uneven
 
 
 def different_schedules(comm: Communicator, intent: Intent) -> ScheduleError:

@@ -232,11 +232,10 @@ class Runner:
     # -- handshake ----------------------------------------------------------------------------------------------------
 
     def _handshake(self, ready: Ready, mode: int = 0) -> Agreed:
-        prepared, given = ready.prepared, ready.request
-        intent = Intent(prepared.digest, prepared.text)
+        prepared, call, batch = ready.prepared, self.call, ready.request.batch
         equal_rows = self.programs.train and prepared.weighted is False
         rows = self.rows.of(self.programs.train and prepared.route is not None, prepared.axes)
-        terms = Terms(self.call, intent, given.batch, ready.facts, rows, equal_rows, mode)
+        terms = Terms(call, Intent(prepared.digest, prepared.text), batch, ready.facts, rows, equal_rows, mode)
         return Agreed(ready, *self._meetings.handshake(ready.executor, terms, [self.programs.comms], prepared.axes))
 
     # -- run ----------------------------------------------------------------------------------------------------------
@@ -331,21 +330,19 @@ class Runner:
 
     def _tally(self, ran: ProgramRun) -> Tally:
         """Read what this rank's program came to."""
-        losses, aux, weighted = ran.measured
         if not self.programs.train:  # all ranks average as many numbers, or none does
-            return tally((), (), (), aux, False, False)
-        return tally(*self._norms(ran.agreed.ready), losses, aux, weighted, ran.agreed.ready.request.stop)
+            return tally((), (), (), ran.measured.aux, False, False)
+        return tally(*self._norms(ran.agreed.ready), *ran.measured, ran.agreed.ready.request.stop)
 
     def _norms(self, ready: Ready) -> tuple[RuleNorms, Sequence[RuleNorms]]:
         """The norms of complete gradients: of each group, and of the leaves of each rule that asks for one."""
         given, gradients = ready.request, ready.prepared.actions.gradients
         gradients.complete()
         norms = {group: (gradients.shares[group], norm) for group, norm in gradients.all_norms().items()}
-        rule_norms: Sequence[RuleNorms] = ()
-        if given.rules:
-            gradients.arrive()
-            rule_norms = given.rule_norms(norms)
-        return [*norms.values()], rule_norms
+        if not given.rules:
+            return [*norms.values()], ()
+        gradients.arrive()
+        return [*norms.values()], given.rule_norms(norms)
 
     def _learn(self, agreed: Agreed, executor: OnDemand, weighted: bool) -> None:
         """Write down the program that a run on demand has found, for a schedule."""

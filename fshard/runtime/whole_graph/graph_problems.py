@@ -6,7 +6,7 @@ from fshard.optim.base import Optimizer
 from fshard.runtime.execution import rounded_groups
 from fshard.runtime.memory.optimizer_layout import left_by_sums
 from fshard.runtime.steps import Options
-from fshard.runtime.whole_graph.capture import Capture
+from fshard.runtime.whole_graph.device_capture import Capture
 from fshard.sharding.plan import Plan
 
 CAPTURABLE = ("adamw", "sgd")

@@ -28,7 +28,7 @@ from fshard.runtime.steps.failures import together
 from fshard.runtime.steps.rank_end import DONE
 from fshard.runtime.steps.readings import RuleNorms
 from fshard.runtime.steps.records import Agreed, PassResult, ProgramRun, Ready
-from fshard.runtime.whole_graph.capture import Capture, HostWork
+from fshard.runtime.whole_graph.device_capture import Capture, HostWork
 from fshard.runtime.whole_graph.dials import Dials
 from fshard.runtime.whole_graph.step_graph import (
     CAPTURES,
@@ -231,8 +231,8 @@ class GraphRunner(Runner):
             executor.finish()
             return measured, self._norms(ready)
 
-        if (graphs := getattr(self._meetings.transport, "graphs", None)) is not None:
-            graphs.add(self)
+        if (cuts := getattr(self._meetings.transport, "cuts", None)) is not None:
+            cuts.graphs.add(self)
         with recorded() as reads:
             graph.replay, (graph.measured, graph.norms) = self.capture.capture(body)
         graph.record = tuple(executor.record)

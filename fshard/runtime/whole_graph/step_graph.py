@@ -15,7 +15,7 @@ from fshard.runtime.steps import Prepared
 from fshard.runtime.steps.interpreter_modes import modes
 from fshard.runtime.steps.readings import RuleNorms
 from fshard.runtime.steps.records import PassResult
-from fshard.runtime.whole_graph.capture import Replay
+from fshard.runtime.whole_graph.device_capture import Replay
 from fshard.schedule.ops import Op
 from fshard.sharding.spec import P
 
@@ -89,7 +89,7 @@ class StepGraph:
                 own.copy_(given)
 
     def result(self) -> PassResult:
-        """What the program came to in this replay: the next one does not write to it."""
+        """The losses and values of the latest replay, to which the next one does not write."""
         return self.measured._replace(aux=[tree.mapped(_copied, aux) if aux else aux for aux in self.measured.aux])
 
 

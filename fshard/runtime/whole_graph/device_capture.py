@@ -6,8 +6,8 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
+from fshard import tree
 from fshard.torch_internals import TorchDispatchMode
 
 T = TypeVar("T")
@@ -79,14 +79,13 @@ class HostWork(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Run an operator, and look at it."""
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
-        made = [x for x in tree_leaves(out) if isinstance(x, Tensor)]
-        given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
-        here = [x.device.type == self.device for x in (*made, *given)]
-        waits = WAITING.intersection(func.tags) or func is ATEN.lift_fresh.default
-        if any(here) and (waits or not all(here)) and not _shape_only(func):
+        tensors = [x for x in tree.leaves((args, kwargs, out)) if isinstance(x, Tensor)]
+        host = [x for x in tensors if x.device.type != self.device]
+        waits = bool(WAITING.intersection(func.tags)) or func is ATEN.lift_fresh.default
+        if len(host) < len(tensors) and (waits or host) and not _shape_only(func):
             place = _place()
-            if place or waits or any([x.ndim for x, on in zip((*made, *given), here, strict=True) if not on]):
-                self.found[f"{func}{place}"] = None  # backwards take numbers of the host that follow from shapes
+            if place or waits or any([x.ndim for x in host]):  # backwards take numbers that follow from shapes
+                self.found[f"{func}{place}"] = None
         return out
 
 
