@@ -262,9 +262,9 @@ class Runner:
         watch, opened = partial[Any](nullcontext), given.shield.opened
         if isinstance(executor, OnDemand):
             watch = partial(GlueWatch, prepared.engine, executor, self.programs.train)
-        scale = given.loss_scale if given.seed is None else given.seed
+        scale, parts = given.loss_scale if given.seed is None else given.seed, agreed.ready.parts
         with given.randomness():
-            measured = self.passes.run(prepared.engine, executor, agreed.ready.parts, scale, opened, watch)
+            measured = self.passes.run(prepared.engine, executor, parts, scale, opened, watch)
         if isinstance(executor, OnDemand):
             self._check_rows(agreed, measured)
             executor.ask("the end of the program")  # a rank that failed after its last request answers here
@@ -332,7 +332,8 @@ class Runner:
         """Read what this rank's program came to."""
         if not self.programs.train:  # all ranks average as many numbers, or none does
             return tally((), (), (), ran.measured.aux, False, False)
-        return tally(*self._norms(ran.agreed.ready), *ran.measured, ran.agreed.ready.request.stop)
+        losses, aux, weighted = ran.measured
+        return tally(*self._norms(ran.agreed.ready), losses, aux, weighted, ran.agreed.ready.request.stop)
 
     def _norms(self, ready: Ready) -> tuple[RuleNorms, Sequence[RuleNorms]]:
         """The norms of complete gradients: of each group, and of the leaves of each rule that asks for one."""
@@ -361,8 +362,7 @@ class Runner:
 
     def _common(self, found: ProgramTrace) -> bool:
         """Tell whether all ranks have found the same program; evaluations may end at different calls. Collective."""
-        control = self.programs.comms.control
-        if control.size == 1:
+        if (control := self.programs.comms.control).size == 1:
             return True
         numbers = exchange(control, torch.tensor([digest(found.program.text)], device="cpu"))
         common = len(set(numbers.flatten().tolist())) == 1
