@@ -334,8 +334,8 @@ class PipelineRunner(Runner):
     def _step_of(self, prepared: Prepared) -> StagedStep:
         return next(step for step in self.staged.values() if step.prepared is prepared)
 
-    def _handshake(self, ready: Ready) -> Agreed:
-        agreed = super()._handshake(ready)
+    def _handshake(self, ready: Ready, mode: int = 0) -> Agreed:
+        agreed = super()._handshake(ready, mode)
         self._step_of(ready.prepared).actions.open(self._meetings.transport)
         return agreed
 
