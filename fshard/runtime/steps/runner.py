@@ -341,10 +341,9 @@ class Runner:
         gradients.complete()
         taken = gradients.all_norms() if given.normed else {}
         norms = {group: (gradients.shares[group], norm) for group, norm in taken.items()}
-        if not given.rules:
-            return [*norms.values()], ()
-        gradients.arrive()
-        return [*norms.values()], given.rule_norms(norms)
+        if given.rules:
+            gradients.arrive()
+        return [*norms.values()], given.rule_norms(norms) if given.rules else ()
 
     def _learn(self, agreed: Agreed, executor: OnDemand, weighted: bool) -> None:
         """Write down the program that a run on demand has found, for a schedule."""
