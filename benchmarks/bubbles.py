@@ -40,10 +40,8 @@ def case(report: Report, ranks: int, count: int, rounds: int) -> None:
     options = {"peers": peers, "microbatches": count, "rounds": rounds, "seconds": SECONDS}
     found = run_workers(ranks, None, options, "bubbles_rank.py")
     for peer, walls in found["walls"].items():
-        title, formula = (
-            f"{ranks} ranks, {count} microbatches: {peer}",
-            bubble(make_order(peer.split()[1], ranks, count)),
-        )
+        title = f"{ranks} ranks, {count} microbatches: {peer}"
+        formula = bubble(make_order(peer.split()[1], ranks, count))
         shares = [1 - 3 * SECONDS * count / wall for wall in walls]
         beyond, target = [share - formula for share in shares], None if "torch" in peer else 0.02
         report.rows.append(middle(f"{title}, beyond its formula ({formula:.3f})", "idle", beyond, target))
