@@ -65,6 +65,12 @@ def parallelize(
         ("plan", plan, (Mapping, type(None)), "a mapping of paths to styles"),
     ]
     expect("parallelize(model, mesh)", wants)
+    if axis not in mesh.axis_names and expert_axis not in mesh.axis_names:
+        raise PlanError(
+            f"parallelize: the mesh has the axes {mesh.axis_names}, and neither {axis!r} for layers nor "
+            f"{expert_axis!r} for experts: nothing would be cut. Name the axis, axis={mesh.axis_names[-1]!r}, or add one "
+            f"to the mesh; it may have one rank"
+        )
     asked = [mesh.shape.get(one, 1) > 1 for one in (axis, expert_axis)]
     entries = list(_entries(model, _given(model, plan or {}, asked), plan or {}))
     axes = {style: expert_axis if style in EXPERT_STYLES else axis for style in STYLES}

@@ -69,6 +69,8 @@ class Remat:
         missed = [glob for glob, _ in self.rules if not any(glob_matches(glob, name) for name in names)]
         for glob, policy in self.rules:
             path = next((path for path in leaves if glob in missed and policy.ahead and glob_matches(glob, path)), "")
+            if glob == ANY and path:
+                raise nothing_leaves(0, policy.ahead)
             if path:
                 raise donated(glob, path, names)
         if missed and [glob for glob, _ in self.rules] != [ANY]:  # "all" of none is fine
