@@ -65,12 +65,7 @@ def parallelize(
         ("plan", plan, (Mapping, type(None)), "a mapping of paths to styles"),
     ]
     expect("parallelize(model, mesh)", wants)
-    if axis not in mesh.axis_names and expert_axis not in mesh.axis_names:
-        raise PlanError(
-            f"parallelize: the mesh has the axes {mesh.axis_names}, and neither {axis!r} for layers nor "
-            f"{expert_axis!r} for experts: nothing would be cut. Name the axis, axis={mesh.axis_names[-1]!r}, or "
-            f"add one to the mesh; it may have one rank"
-        )
+    _check_axes(mesh, axis, expert_axis)
     asked = [mesh.shape.get(one, 1) > 1 for one in (axis, expert_axis)]
     entries = list(_entries(model, _given(model, plan or {}, asked), plan or {}))
     axes = {style: expert_axis if style in EXPERT_STYLES else axis for style in STYLES}
@@ -79,6 +74,16 @@ def parallelize(
         raise PlanError(lines(f"a model's plan cannot be followed on {mesh}:", wrong, _REMEDY))
     calls = {entry.path: made(entry, axes[entry.style], entries) for entry in entries}
     return surround(model, tied(model, {path: call for path, call in calls.items() if call is not None}))
+
+
+def _check_axes(mesh: Mesh, axis: str, expert_axis: str) -> None:
+    """Refuse a mesh with neither axis."""
+    if axis not in mesh.axis_names and expert_axis not in mesh.axis_names:
+        raise PlanError(
+            f"parallelize: the mesh has the axes {mesh.axis_names}, and neither {axis!r} for layers nor "
+            f"{expert_axis!r} for experts: nothing would be cut. Name the axis, axis={mesh.axis_names[-1]!r}, or "
+            f"add one to the mesh; it may have one rank"
+        )
 
 
 _REMEDY = "Replace or take away entries: fs.parallel.parallelize(model, mesh, {'lm_head': None})."
