@@ -4,6 +4,7 @@ import linecache
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -157,7 +158,10 @@ def planned(read: ReadConfig, ranks: int) -> tuple[TrainStep, Any]:
     Raises:
         PlanError: anything in the config that the run would fail by, with its line.
     """
-    config, script = read.config, loaded(read)
+    check_config(read)
+    config = read.config
+    # ``auto`` chooses by what the first step measures: the default stands for it.
+    script = loaded(replace(read, config=replace(config, step=replace(config.step, schedule="default"))))
     with about(read, "mesh.shape", f"give sizes for {ranks} ranks"):
         sizes = resolve_sizes(config.mesh.shape, config.mesh.axes, ranks)
         mesh = abstract_mesh(sizes, config.mesh.axes)

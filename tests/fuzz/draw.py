@@ -155,7 +155,7 @@ def _leg(rng: random.Random, mean: bool, early: bool) -> Leg:
     specs = (rng.choice(chosen), rng.choice(chosen), rng.choice(chosen))
     options: dict[str, Any] = {
         "compile": rng.choice([None, None, "fx"]),
-        "remat": rng.choice([None, None, "all", (("blocks.*", "all"), ("**", None))]),
+        "remat": rng.choice([None, "offload", "all", (("blocks.*", "all"), ("**", None))]),
         "donate": rng.random() < 0.7,
         "debug": rng.random() < 0.4,
     }

@@ -237,6 +237,11 @@ def test_a_dry_run_starts_nothing(folder: Path, capsys: pytest.CaptureFixture[st
     assert not Path("run").exists()
 
 
+def test_a_schedule_that_the_first_step_chooses_is_checked_without_it(folder: Path) -> None:
+    step, _ = planned(read_config("run.toml", ["step.schedule=auto"]), 2)
+    assert isinstance(step.options.running.policy, fs.Policy)
+
+
 def test_all_kinds_of_data_are_read(folder: Path) -> None:
     pyarrow, datasets = pytest.importorskip("pyarrow"), pytest.importorskip("datasets")
     parquet = pytest.importorskip("pyarrow.parquet")
