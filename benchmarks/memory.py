@@ -55,12 +55,13 @@ PAIRS = (
     ("fshard no reshard", "fsdp2 no reshard"),
 )
 HOSTED = (
+    (("kinds", "chunked logits"), ("kinds", "whole logits")),
     (("kinds", "kept"), ("peaks", "fsdp2, kept")),
     (("kinds", "offloaded"), ("kinds", "kept")),
     (("peaks", "fsdp2 save_on_cpu"), ("peaks", "fsdp2, kept")),
     (("kinds", "offloaded"), ("peaks", "fsdp2 save_on_cpu")),
 )
-"""Steps of many rows, whose activations stay or go to the host. FSDP2 fetches each tensor where it is used, and saves
+"""Logits by chunks beside whole ones; and steps of many rows, whose activations stay or go to the host. FSDP2 fetches each tensor where it is used, and saves
 gathered weights, too: it holds less, and waits for each copy."""
 
 NAMES = tuple(dict.fromkeys(name for pair in PAIRS for name in pair))
