@@ -61,8 +61,8 @@ HOSTED = (
     (("peaks", "fsdp2 save_on_cpu"), ("peaks", "fsdp2, kept")),
     (("kinds", "offloaded"), ("peaks", "fsdp2 save_on_cpu")),
 )
-"""Logits by chunks beside whole ones; and steps of many rows, whose activations stay or go to the host. FSDP2 fetches each tensor where it is used, and saves
-gathered weights, too: it holds less, and waits for each copy."""
+"""Logits by chunks beside whole ones; and steps of many rows, whose activations stay or go to the host. FSDP2 fetches
+each tensor where it is used, and saves gathered weights, too: it holds less, and waits for each copy."""
 
 NAMES = tuple(dict.fromkeys(name for pair in PAIRS for name in pair))
 
