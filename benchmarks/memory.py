@@ -216,7 +216,7 @@ def measure(args: argparse.Namespace) -> int:
     steps = 5 if args.quick else 15
     report.configuration["steps"] = steps
     with preloaded():
-        found = run_workers(2, None, {"worker": 1, "steps": steps, **options}, script="memory.py")
+        found = run_workers(2, None, {"worker": 1, "steps": steps, **options}, script="memory.py", timeout=3600)
     plain = found["activations"]
     for ours, theirs in PAIRS:
         measured, predicted = found["peaks"][ours]
