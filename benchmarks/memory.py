@@ -55,13 +55,14 @@ PAIRS = (
     ("fshard no reshard", "fsdp2 no reshard"),
 )
 HOSTED = (
+    (("kinds", "chunked logits"), ("kinds", "whole logits")),
     (("kinds", "kept"), ("peaks", "fsdp2, kept")),
     (("kinds", "offloaded"), ("kinds", "kept")),
     (("peaks", "fsdp2 save_on_cpu"), ("peaks", "fsdp2, kept")),
     (("kinds", "offloaded"), ("peaks", "fsdp2 save_on_cpu")),
 )
-"""Steps of many rows, whose activations stay or go to the host. FSDP2 fetches each tensor where it is used, and saves
-gathered weights, too: it holds less, and waits for each copy."""
+"""Logits by chunks beside whole ones; and steps of many rows, whose activations stay or go to the host. FSDP2 fetches
+each tensor where it is used, and saves gathered weights, too: it holds less, and waits for each copy."""
 
 NAMES = tuple(dict.fromkeys(name for pair in PAIRS for name in pair))
 
@@ -215,7 +216,7 @@ def measure(args: argparse.Namespace) -> int:
     steps = 5 if args.quick else 15
     report.configuration["steps"] = steps
     with preloaded():
-        found = run_workers(2, None, {"worker": 1, "steps": steps, **options}, script="memory.py")
+        found = run_workers(2, None, {"worker": 1, "steps": steps, **options}, script="memory.py", timeout=3600)
     plain = found["activations"]
     for ours, theirs in PAIRS:
         measured, predicted = found["peaks"][ours]

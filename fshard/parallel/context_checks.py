@@ -11,11 +11,12 @@ from fshard.errors import PlanError
 def check_heads(call: str, q: Tensor, k: Tensor, v: Tensor) -> None:
     """Refuse queries, keys and values whose shapes do not fit each other."""
     expect(f"{call}(q, k, v)", [(n, x, Tensor, "a tensor") for n, x in (("q", q), ("k", k), ("v", v))])
-    fits = q.dim() == 4 and k.shape == v.shape and k.dim() == 4 and k.shape[1] > 0 and q.shape[1] % k.shape[1] == 0
+    fits = q.dim() == k.dim() == v.dim() == 4 and k.shape[:3] == v.shape[:3]
+    fits = fits and k.shape[1] > 0 and q.shape[1] % k.shape[1] == 0
     if not fits or (q.shape[0], q.shape[2], q.shape[3]) != (k.shape[0], k.shape[2], k.shape[3]):
         raise PlanError(
             f"{call}: q {list(q.shape)}, k {list(k.shape)} and v {list(v.shape)} must be (batch, heads, time, width) "
-            f"of equal batch, time and width, and the heads of q a multiple of those of k and v"
+            f"of equal batch and time, q and k of equal width, and the heads of q a multiple of those of k and v"
         )
 
 

@@ -70,7 +70,8 @@ def parallelize(
     entries = list(_entries(model, _given(model, plan or {}, asked), plan or {}))
     axes = {style: expert_axis if style in EXPERT_STYLES else axis for style in STYLES}
     entries = [entry for entry in entries if mesh.shape.get(axes[entry.style], 1) > 1]
-    if wrong := [found for entry in entries if (found := problem(entry, axes[entry.style], mesh, entries))]:
+    wrong = [problem(entry, axes[entry.style], mesh, entries) for entry in entries]
+    if wrong := list(filter(None, dict.fromkeys(wrong))):
         raise PlanError(lines(f"a model's plan cannot be followed on {mesh}:", wrong, _REMEDY))
     calls = {entry.path: made(entry, axes[entry.style], entries) for entry in entries}
     return surround(model, tied(model, {path: call for path, call in calls.items() if call is not None}))

@@ -1,5 +1,6 @@
 """The entries of tensor-parallel plans: what each style wants of its module, and the code that it puts around it."""
 
+import inspect
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -49,6 +50,9 @@ STYLES: Mapping[str, str] = MappingProxyType(
 )
 """The known styles, and what each is for."""
 
+ROUTED = ("hidden states", "numbers of chosen experts", "their weights")
+"""The arguments of experts."""
+
 GROUPED = ("grouped_mm", "batched_mm")
 """The implementations of experts in transformers that skip choices of an expert after the last one."""
 
@@ -79,16 +83,35 @@ def problem(entry: PlanEntry, axis: str, mesh: Mesh, entries: Sequence[PlanEntry
             what = f"{entry.path}.{name}: dim {dim} of {list(entry.module._parameters[name].shape)}"  # type: ignore[union-attr]
             more = "; resize_token_embeddings(pad_to_multiple_of=) makes it one" * (entry.style in EMBEDDINGS)
             return f"{what} is {size}, not a multiple of the {ranks} ranks of {axis!r}{more}"
-    return _split_head(entry, axis, ranks)
+    return _split_head(entry, axis, ranks) or _counted_heads(entry, entries)
+
+
+def _heads(entry: PlanEntry) -> int:
+    """The attention heads that an entry cuts; 0 where it cuts none."""
+    width, out = getattr(entry.owner, "head_dim", None), getattr(entry.module, "out_features", 0)
+    return out // width if entry.style == "colwise" and isinstance(width, int) and width and out % width == 0 else 0
 
 
 def _split_head(entry: PlanEntry, axis: str, ranks: int) -> str:
     """Say that ranks would have parts of an attention head."""
-    width = getattr(entry.owner, "head_dim", None)
-    out = getattr(entry.module, "out_features", 0)
-    if entry.style == "colwise" and isinstance(width, int) and width and out % width == 0 and out // width % ranks:
-        return f"{entry.path}: {out // width} attention heads over the {ranks} ranks of {axis!r}: choose fewer ranks"
+    if (heads := _heads(entry)) % ranks:
+        return f"{entry.path}: {heads} attention heads over the {ranks} ranks of {axis!r}: choose fewer ranks"
     return ""
+
+
+def _counted_heads(entry: PlanEntry, entries: Sequence[PlanEntry]) -> str:
+    """Say that a module of cut heads has a parameter with a number for each of them, which no entry cuts."""
+    heads, path, known = _heads(entry), entry.path.rpartition(".")[0], {one.path for one in entries}
+    if heads < 2 or entry.owner is None:
+        return ""
+    shapes = {f"{path}.{name}": leaf.shape for name, leaf in entry.owner._parameters.items() if leaf is not None}
+    odd = [name for name, shape in shapes.items() if name not in known and tuple(shape) == (heads,)]
+    return (
+        f"{odd[0]}: a number for each of {heads} heads, and no entry for it where others cut the heads: each rank "
+        f"would compute with all of them. Take away the entries of {path}.*"
+        if odd
+        else ""
+    )
 
 
 def _unfit(entry: PlanEntry) -> str:
@@ -102,9 +125,23 @@ def _unfit(entry: PlanEntry) -> str:
     if kind == "an embedding":
         return "" if isinstance(module, nn.Embedding) and own.keys() == {"weight"} and module.max_norm is None else what
     if kind == "experts":
-        counts, count = {leaf.shape[0] for leaf in own.values()}, getattr(module, "num_experts", None)
-        return "" if counts == {count} else f"{what} for {sorted(counts)} experts, and num_experts={count}"
+        return _unfit_experts(module, {leaf.shape[0] for leaf in own.values()}, what)
     return what if kind == "a parameter of experts" else ""
+
+
+def _unfit_experts(module: nn.Module, counts: set[int], what: str) -> str:
+    """Say how a module is no experts: it has other numbers of them, or is called with other arguments than these."""
+    count, given = (
+        getattr(module, "num_experts", None),
+        [*inspect.signature(type(module).forward).parameters.values()][1:],
+    )
+    if counts != {count}:
+        return f"{what} for {sorted(counts)} experts, and num_experts={count}"
+    if len(given) < len(ROUTED) and not any(one.kind is one.VAR_POSITIONAL for one in given):
+        return (
+            f"a {type(module).__name__}, called with {', '.join(map(str, given))} alone, not with {', '.join(ROUTED)}"
+        )
+    return ""
 
 
 def _cuts(entry: PlanEntry, entries: Sequence[PlanEntry]) -> tuple[CutSize, ...]:

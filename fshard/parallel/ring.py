@@ -42,7 +42,7 @@ def ring_attention(
     Args:
         q: (batch, heads, time / ranks, width): this rank's queries.
         k: (batch, kv heads, time / ranks, width): its keys; ``heads`` is a multiple of ``kv heads``.
-        v: as ``k``.
+        v: as ``k``, of any width.
         axis: the context-parallel axis, a data axis of the step.
         causal: attend only to earlier tokens; the sequence must then be cut by ``zigzag``.
         scale: the factor on scores, ``width ** -0.5`` by default.
@@ -52,7 +52,7 @@ def ring_attention(
         mesh: where to look the axis up, if not on the mesh in scope.
 
     Returns:
-        As ``q``: each rank's own.
+        As ``q``, as wide as ``v``: each rank's own.
 
     Raises:
         PlanError: shapes that do not fit, an odd part of a causal sequence, documents of another shape, or, in a

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F  # noqa: N812
 
 from fshard.collectives import raw
 from fshard.parallel.attention import attend, attend_backward
@@ -17,9 +18,11 @@ from fshard.parallel.ring_steps import Ring
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, ring: Ring) -> Tensor:
-    """Attention round the ring, differentiable."""
+    """Attention round the ring, differentiable. Values may be narrower or wider than keys: zeros fill up the others."""
+    width, most = v.shape[-1], max(q.shape[-1], v.shape[-1])
+    q, k, v = (x if x.shape[-1] == most else F.pad(x, (0, most - x.shape[-1])) for x in (q, k, v))
     result: Tensor = Attention.apply(q, k, v, documents, ring)[0]  # type: ignore[no-untyped-call]
-    return result
+    return result if width == most else result.narrow(-1, 0, width)
 
 
 class Attention(torch.autograd.Function):

@@ -46,7 +46,7 @@ def ulysses_attention(
     Args:
         q: (batch, heads, time / ranks, width): this rank's queries. The axis divides ``heads``.
         k: (batch, kv heads, time / ranks, width): its keys; ``heads`` is a multiple of ``kv heads``.
-        v: as ``k``.
+        v: as ``k``, of any width.
         axis: the axis whose ranks share the heads, a data axis of the step.
         ring: another data axis, for a ring of such groups of ranks. The sequence is then cut over both:
             ``zigzag_slice(x, axis=(ring, axis))``, and ``batch=P("data", (ring, axis))``.
@@ -56,7 +56,7 @@ def ulysses_attention(
         mesh: where to look the axes up, if not on the mesh in scope.
 
     Returns:
-        As ``q``: each rank's own.
+        As ``q``, as wide as ``v``: each rank's own.
 
     Raises:
         PlanError: heads that the axis does not divide; what ``ring_attention`` refuses.

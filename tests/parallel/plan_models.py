@@ -145,10 +145,10 @@ Gradients = tuple[float, dict[str, Tensor]]
 """The loss of a batch, and its gradient by the path of each leaf."""
 
 
-def differentiate(module: nn.Module, axes: Sequence[str]) -> Gradients:
+def differentiate(module: nn.Module, axes: Sequence[str], entries: Any = None) -> Gradients:
     """On a rank: the loss of the first batch and its whole gradients, on axes of two ranks each."""
     mesh = fs.make_mesh((2,) * len(axes), tuple(axes))
-    model, plan = planned(module, mesh)
+    model, plan = planned(module, mesh, entries)
     grad = fs.value_and_grad(lambda p, b: loss_of(model.apply(p, **b, use_cache=False)), plan)
     loss, grads = grad(fs.shard(model.params, plan), plan.local_batch(batch(0)))
     return float(loss), parity.whole(fs.unshard(grads, plan))

@@ -25,8 +25,23 @@ class Experts(nn.Module):
         super().__init__()
         self.num_experts, self.up = named, nn.Parameter(torch.zeros(count, 2, 2))
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
         return x
+
+
+class Unrouted(Experts):
+    """Experts that take all tokens, as Llama 4's do."""
+
+    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+        return x
+
+
+class Counting(nn.Module):
+    """Attention with a number for each head, as Doge's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head_dim, self.A, self.q = 4, nn.Parameter(torch.zeros(2)), nn.Linear(8, 8)
 
 
 class Attention(nn.Module):
@@ -73,6 +88,18 @@ BAD: dict[str, tuple[Any, Any, fs.Mesh, str]] = {
         r"embed\.weight: dim 0 of \[64, 8\] is 64, not a multiple of the 6 ranks of 'tp'; res",
     ),
     "heads": (Attention, {"q": "colwise"}, MESH, "q: 3 attention heads over the 2 ranks of 'tp'"),
+    "counted heads": (
+        lambda: nn.ModuleDict({"attention": Counting()}),
+        {"attention.q": "colwise"},
+        MESH,
+        r"attention\.A: a number for each of 2 heads, and no entry for it.*Take away the entries of attention\.\*",
+    ),
+    "unrouted experts": (
+        lambda: Attention(experts=Unrouted()),
+        {"experts": "moe_tp_experts"},
+        MESH,
+        r"experts: .* is for experts, and this is a Unrouted, called with x: .*Tensor alone, not with hidden states",
+    ),
     "parameter": (Attention, {"experts.up": "packed_colwise"}, MESH, r"experts\.up: .* whose module has no entry"),
     "module": (
         Attention,

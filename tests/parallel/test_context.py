@@ -29,10 +29,11 @@ class Way:
     ring: str | None = None
     heads: int = 4
     kv: int = 2
+    values: int = 4  # their width
 
     def __str__(self) -> str:
         cut = "+".join(f"{name}{size}" for name, size in zip(self.names, self.sizes, strict=True))
-        return f"{'ring' if self.axis is None else 'heads'}-{cut}-{self.heads}-{self.kv}"
+        return f"{'ring' if self.axis is None else 'heads'}-{cut}-{self.heads}-{self.kv}-{self.values}"
 
     @property
     def over(self) -> tuple[str, ...]:
@@ -74,12 +75,15 @@ WAYS = [
     Way((2, 2), ("cp", "hp"), "hp", "cp"),
     Way((2, 2), ("hp", "cp"), "hp", "cp", heads=2, kv=1),  # the ring's axis is the inner one of the mesh
     Way((3, 2), ("cp", "hp"), "hp", "cp"),
+    Way((2,), ("cp",), values=2),
+    Way((2,), ("cp",), "cp", values=6),
 ]
 
 
 def drawn(way: Way, dtype: torch.dtype = torch.float64) -> list[Tensor]:
     """Queries, keys, values, and weights of the result."""
-    shapes = [(2, n, TIME, 4) for n in (way.heads, way.kv, way.kv, way.heads)]
+    heads = [(way.heads, 4), (way.kv, 4), (way.kv, way.values), (way.heads, way.values)]
+    shapes = [(2, count, TIME, width) for count, width in heads]
     return [x.to(dtype) for x in draw(*shapes)]
 
 
@@ -116,7 +120,7 @@ def test_attention_and_its_gradients(way: Way, causal: bool, packed: bool, dtype
 
 
 @pytest.mark.parametrize("packed", [False, True])
-@pytest.mark.parametrize("way", [WAYS[0], WAYS[2], WAYS[4]], ids=str)
+@pytest.mark.parametrize("way", [WAYS[0], WAYS[2], WAYS[4], WAYS[7]], ids=str)
 def test_second_derivatives(way: Way, packed: bool) -> None:
     """In both orders of differentiation, and forward derivatives."""
     documents = DOCUMENTS if packed else None

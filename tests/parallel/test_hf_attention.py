@@ -120,11 +120,18 @@ def test_a_llama_over_processes_equals_one_process(pool: Pools) -> None:
         check(got, want)
 
 
-@pytest.mark.parametrize("family", ["Qwen3", "GPT2", "Olmo2", "Phi3", "Mistral"])
-def test_other_families(family: str) -> None:
+LATENT = {"num_key_value_heads": 4, "kv_lora_rank": 8, "q_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 8}
+LATENT |= {"v_head_dim": 6, "first_k_dense_replace": 2}
+
+
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [("Qwen3", {}), ("GPT2", {}), ("Olmo2", {}), ("Phi3", {}), ("Mistral", {}), ("DeepseekV3", LATENT)],
+)
+def test_other_families(family: str, changes: dict[str, Any]) -> None:
     def loss(kind: str) -> tuple[Tensor, Tensor]:
         batch = parallel.context_batch(tokens(), tokens())
-        logits = model(kind, family)(**batch).logits
+        logits = model(kind, family, **changes)(**batch).logits
         labels = batch["shift_labels"].flatten()
         return F.cross_entropy(logits.flatten(0, 1), labels, reduction="sum"), (labels >= 0).sum()
 

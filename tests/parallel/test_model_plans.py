@@ -9,6 +9,7 @@ from torch import nn
 
 import fshard as fs
 from fshard import tree
+from fshard.errors import PlanError
 from tests.parallel.plan_models import (
     DENSE,
     MIXED,
@@ -79,6 +80,31 @@ def test_families_equal_one_process(family: str) -> None:
     assert [far_gradients(one, module) for one in on_ranks(module, TP, run=differentiate)] == [[]] * 4
     ranks = on_ranks(module, TP)
     assert parity.differences(ranks, plain(module)) == []
+
+
+TOKENS = "model.layers.*.{}.experts{}"
+PARTLY: dict[str, tuple[dict[str, Any], list[str]]] = {
+    "Doge": ({}, [f"model.layers.*.self_attn.{name}_proj" for name in ("q", "k", "v", "dt", "o")]),
+    "Llama4": ({}, [TOKENS.format("feed_forward", leaf) for leaf in ("", ".gate_up_proj", ".down_proj")]),
+    "LongcatFlash": (
+        {"head_dim": 2},
+        [TOKENS.format("mlp", leaf) for leaf in ("", ".gate_up_proj", ".down_proj", ".identity_expert")],
+    ),
+}
+"""By family, options of a tiny model, and the entries to take away of a plan that cannot be followed whole."""
+
+
+@pytest.mark.long
+@pytest.mark.sample(3)
+@pytest.mark.parametrize("family", PARTLY)
+def test_plans_are_followed_without_refused_entries(family: str) -> None:
+    pytest.importorskip("transformers")
+    options, without = PARTLY[family]
+    module = hugging_face(family, **options)
+    with pytest.raises(PlanError, match="model.layers"):
+        planned(module, fs.abstract_mesh((2, 2), TP))
+    ranks = on_ranks(module, TP, dict.fromkeys(without), run=differentiate)
+    assert [far_gradients(one, module) for one in ranks] == [[]] * 4
 
 
 @pytest.mark.long
