@@ -109,6 +109,7 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("case", CASES)
 def test_replays_have_the_bits_of_eager_steps(case: str, ranks: int) -> None:
@@ -161,7 +162,7 @@ def test_batches_of_two_shapes_have_a_graph_each() -> None:
     assert graphed.graphs == 2 and graphed.how[6:] == ["replayed"] * 6
 
 
-@pytest.mark.parametrize("at", [0, 5, 60])
+@pytest.mark.parametrize("at", [pytest.param(0, marks=pytest.mark.slow), 5, pytest.param(60, marks=pytest.mark.slow)])
 def test_a_capture_that_raises_on_one_rank_leaves_no_trace(at: int) -> None:
     def rank() -> tuple[Trace, Trace, int]:
         mesh, device = on(fs.make_mesh((2,), ("shard",)))
