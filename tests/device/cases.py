@@ -284,6 +284,23 @@ def saved_beside_steps() -> list[str]:
     return wrong
 
 
+def whole_graph(ranks: int, case: str) -> list[str]:
+    """Steps that are captured with raw addresses, without what waits for the device, and replayed: bits of eager ones.
+
+    The host's copies and reads of the device are errors in a capture.
+    """
+    from tests.whole_graph import test_whole_graph as graphs
+
+    def run(mesh: fs.Mesh, policy: fs.Policy) -> graphs.Trace:
+        return graphs.trained(mesh, policy, **graphs.CASES[case])
+
+    wrong = []
+    for graphed, eager in graphs.both(ranks, run, DEVICE):
+        graphed.same(eager)
+        wrong += [] if graphed.how.count("replayed") == graphs.STEPS - 3 else graphed.how
+    return wrong
+
+
 CASES: dict[str, Callable[[], list[str]]] = {
     "the backward has a thread": device_thread,
     "steps": lambda: same(1),
@@ -300,6 +317,9 @@ CASES: dict[str, Callable[[], list[str]]] = {
     "collectives by name, remat": lambda: same(2, loss_fn=named, remat="all"),
     "collectives by name, alone": alone,
     "graphs": lambda: same(2, compile="fx"),
+    "whole graphs": lambda: whole_graph(2, "dropout, scale"),
+    "whole graphs, remat": lambda: whole_graph(1, "remat"),
+    "whole graphs, clip": lambda: whole_graph(2, "clip by rule, rates"),
     "remat outside of steps": named_outside,
     "remat outside of steps, dots": lambda: named_outside(fs.checkpoint_policies.dots),
     "failure": lambda: failing(1),

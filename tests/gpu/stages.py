@@ -33,6 +33,7 @@ STAGES = (
     Stage("saving", "an asynchronous save while training", 60),
     Stage("bench", "benchmarks/gpu.py: step time, MFU, host time", 450, 120),
     Stage("whole_step", "a CUDA graph of the whole step against none", 90),
+    Stage("graph", "steps captured by a policy: bits of eager steps, refusals, and what a replay takes", 45),
 )
 TOTAL = 25 * 60.0
 """Seconds for all of them."""

@@ -67,9 +67,11 @@ class Mark:
 
     clocks: "Clocks"
     clock: Clock
+    epoch: int = 0
 
     def synchronize(self) -> None:
         """The host waits."""
+        self.clocks.captures(self, "the host waits in a capture")
         if self.clocks.does(f"wait of the host: {caller()}"):
             self.clocks.join(HOST, self.clock)
 
@@ -81,6 +83,7 @@ class Clocks(TorchDispatchMode):
         drop: the event or wait, or the kind, that does nothing.
         sites: all events and waits of the run.
         races: pairs of accesses that nothing orders.
+        epoch: begins and ends of captures so far: odd inside of one.
     """
 
     def __init__(self, device: torch.device, drop: str = "") -> None:
@@ -93,6 +96,31 @@ class Clocks(TorchDispatchMode):
         self.shared: set[int] = set()  # storages that more than one stream has used
         self.sites: set[str] = set()
         self.races: dict[str, None] = {}
+        self.epoch = 0
+
+    # -- captures -----------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def capture(self) -> Iterator[None]:
+        """Inside, work is captured on another compute stream. At its end all streams must have joined that one."""
+        for stream in [*self.now]:
+            self.join(OTHER, self.clock(stream))
+        before = {stream: dict(clock) for stream, clock in self.now.items()}
+        self.epoch += 1
+        try:
+            with self.on(OTHER):
+                yield
+        finally:
+            self.epoch += 1
+        for stream, clock in self.now.items():
+            late = clock.get(stream, 0) > max(self.clock(OTHER).get(stream, 0), before.get(stream, {}).get(stream, 0))
+            if late and stream != HOST:
+                self.races[f"{stream} has not joined the capture at its end"] = None
+
+    def captures(self, mark: Mark | None, what: str) -> None:
+        """Note a wait that a capture does not take: for an event from before it, or of the host."""
+        if self.epoch % 2 and (mark is None or what or mark.epoch != self.epoch):
+            self.races[f"{what or 'an event from before the capture is waited for'}: {caller()}"] = None
 
     # -- clocks -------------------------------------------------------------------------------------------------------
 
@@ -114,7 +142,7 @@ class Clocks(TorchDispatchMode):
 
     def record(self) -> Mark | None:
         """An event after what was issued on the current stream, named by who asks for it."""
-        return Mark(self, dict(self.clock(self.current))) if self.does(f"event: {caller()}") else None
+        return Mark(self, dict(self.clock(self.current)), self.epoch) if self.does(f"event: {caller()}") else None
 
     @contextmanager
     def on(self, stream: str) -> Iterator[None]:

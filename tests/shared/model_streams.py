@@ -32,6 +32,7 @@ class ModelStream(Stream):
     def _issued(self, after: Iterable[Any]) -> Iterator[None]:
         for mark in after:
             if mark is not None:
+                self.clocks.captures(mark, "")
                 self.clocks.join(self.name, mark.clock)
         with self.clocks.on(self.name):
             yield
@@ -44,6 +45,7 @@ class ModelStream(Stream):
         """The current stream waits."""
         for mark in after:
             if mark is not None and self.clocks.does(f"wait: {caller()}"):
+                self.clocks.captures(mark, "")
                 self.clocks.join(self.clocks.current, mark.clock)
 
 
@@ -57,6 +59,7 @@ class ModelCompute:
     def wait_stream(self, other: "ModelCompute") -> None:
         """This stream waits for all that the other was given."""
         if self.clocks.does(f"wait for another compute stream: {caller()}"):
+            self.clocks.captures(None, "another compute stream is waited for in a capture")
             self.clocks.join(self.name, self.clocks.clock(other.name))
 
 
@@ -72,6 +75,7 @@ class Work:
         """The current stream waits; the host does not."""
         clocks = self.group.clocks
         if clocks.does(f"wait for {self.group.name}"):
+            clocks.captures(self.mark, "")
             clocks.join(clocks.current, self.mark.clock)
         self.tensors.clear()
 
@@ -94,7 +98,7 @@ class Group:
             clocks.touch(tensor, True, f"{call} of {self.name}", stream)
         with clocks.paused():
             getattr(self.inner, call)(*args).wait()
-        return Work(self, Mark(clocks, dict(clocks.clock(stream))), [*reads, *writes])
+        return Work(self, Mark(clocks, dict(clocks.clock(stream)), clocks.epoch), [*reads, *writes])
 
     def abort(self) -> None:
         """Nothing is in flight."""

@@ -67,7 +67,7 @@ def again(step: Any, device: CaptureDevice) -> None:
         graph.replay = None
 
 
-@pytest.mark.sample(10)
+@pytest.mark.sample(12)
 @pytest.mark.parametrize("name", KINDS)
 def test_two_later_steps_are_equal_but_for_the_dials(name: str) -> None:
     why = next((why for part, why in REFUSED.items() if part in name), "")

@@ -86,6 +86,7 @@ def test_the_policy_is_printed_parsed_and_hashed_and_gradients_keep_their_memory
         fs.Policy(graph="segments")
 
 
+@pytest.mark.long
 def test_other_steps_do_not_import_the_room() -> None:
     code = """
 import sys, torch, fshard as fs

@@ -2,7 +2,9 @@
 
 import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +14,7 @@ from torch.nn import functional as F  # noqa: N812
 
 import fshard as fs
 from fshard import tree
+from fshard.runtime.whole_graph.device_capture import CudaCapture
 from tests.device import cases
 from tests.shared.capture_device import capturing
 
@@ -106,6 +109,7 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("case", CASES)
 def test_replays_have_the_bits_of_eager_steps(case: str, ranks: int) -> None:
@@ -158,7 +162,7 @@ def test_batches_of_two_shapes_have_a_graph_each() -> None:
     assert graphed.graphs == 2 and graphed.how[6:] == ["replayed"] * 6
 
 
-@pytest.mark.parametrize("at", [0, 5, 60])
+@pytest.mark.parametrize("at", [pytest.param(0, marks=pytest.mark.slow), 5, pytest.param(60, marks=pytest.mark.slow)])
 def test_a_capture_that_raises_on_one_rank_leaves_no_trace(at: int) -> None:
     def rank() -> tuple[Trace, Trace, int]:
         mesh, device = on(fs.make_mesh((2,), ("shard",)))
@@ -242,3 +246,62 @@ def test_a_loss_that_reads_its_device_runs_eagerly_and_says_where() -> None:
         graphed.same(eager)
         assert graphed.graphs == 0 and "aten._local_scalar_dense.default at " in graphed.how[-1]
         assert "test_whole_graph.py" in graphed.how[-1]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("case", CASES)
+def test_graphs_of_cuda_have_the_bits_of_eager_steps(case: str) -> None:
+    mesh = fs.make_mesh((1,), ("shard",), device="cuda")
+    graphed, eager = [trained(mesh, policy, **CASES[case]) for policy in (GRAPH, fs.Policy())]
+    graphed.same(eager)
+    assert graphed.how[2:] == ["captured"] + ["replayed"] * (STEPS - 3)
+
+
+class EndError(Exception):
+    """What the end of a capture raises that has failed."""
+
+
+class FakeCuda:
+    """What ``CudaCapture`` calls of ``torch.cuda``. The end of a capture that failed raises, and its stream stays."""
+
+    current = "user"
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        self.stream = args[2] if len(args) > 2 else args[0] if args else None
+
+    def __enter__(self) -> None:
+        self.before, FakeCuda.current = FakeCuda.current, self.stream
+
+    def __exit__(self, kind: Any, *rest: Any) -> None:
+        if kind is not None:
+            raise EndError
+        FakeCuda.current = self.before
+
+
+class FakeStream(FakeCuda):
+    """``torch.cuda.stream``, which always puts the stream back."""
+
+    def __exit__(self, *args: Any) -> None:
+        FakeCuda.current = self.before
+
+
+def test_a_capture_that_fails_gives_its_stream_back_and_tells_the_first_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    change = monkeypatch.setattr
+    change(torch.cuda, "device", lambda device: nullcontext())
+    change(torch.cuda, "current_stream", lambda device: FakeCuda.current)
+    change(torch.cuda, "stream", FakeStream)
+    change(torch.cuda, "Stream", lambda device: "side")
+    change(torch.cuda, "graph_pool_handle", lambda: 1)
+    change(torch.cuda, "CUDAGraph", lambda: SimpleNamespace(replay="replay"))
+    change(torch.cuda, "graph", FakeCuda)
+    capture = CudaCapture(torch.device("cuda", 0))
+
+    def fails() -> None:
+        assert FakeCuda.current == "side"
+        raise ValueError("not permitted")
+
+    with pytest.raises(ValueError, match="not permitted"):
+        capture.capture(fails)
+    assert FakeCuda.current == "user"
+    assert capture.capture(lambda: FakeCuda.current) == ("replay", "side") and FakeCuda.current == "user"

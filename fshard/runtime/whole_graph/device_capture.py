@@ -46,12 +46,20 @@ class CudaCapture:
 
     def capture(self, run: Callable[[], T]) -> tuple[Replay, T]:
         """See ``Capture.capture``. Threads of NCCL may ask for events meanwhile."""
-        with torch.cuda.device(self.device):
+        failures: list[BaseException] = []
+        with torch.cuda.device(self.device), torch.cuda.stream(torch.cuda.current_stream(self.device)):
             if self.stream is None:
                 self.pool, self.stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
             graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, self.pool, self.stream, capture_error_mode="thread_local"):
-                result = run()
+            try:
+                with torch.cuda.graph(graph, self.pool, self.stream, capture_error_mode="thread_local"):
+                    try:
+                        result = run()
+                    except BaseException as error:
+                        failures.append(error)
+                        raise
+            except BaseException as error:  # the end of a capture that has failed raises, and leaves its stream current
+                raise (failures[0] if failures else error) from None
         return graph.replay, result
 
 

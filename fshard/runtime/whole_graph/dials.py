@@ -23,26 +23,24 @@ class Dials:
 
     def __init__(self, device: torch.device, rules: int) -> None:
         count = DIVISORS + rules
-        self.host = torch.zeros(count, dtype=torch.float64, device="cpu", pin_memory=device.type == "cuda")
+        self.pinned = device.type == "cuda"
         self.wide = torch.zeros(count, dtype=torch.float64, device=device)
         self.short = torch.zeros(count, dtype=torch.float32, device=device)
 
     def write(self, update: PendingUpdate | None, seed: float) -> None:
         """Set the dials for a step: one copy, which the host does not wait for.
 
-        The step before has read the device, so nothing reads the vectors any more.
-
         Args:
             update: the update that waits; None if nothing is to be updated.
             seed: the gradient of a loss from which its backward starts.
         """
-        values = [0.0, 1.0, 1.0, seed, *[1.0] * (len(self.host) - DIVISORS)]
+        values = [0.0, 1.0, 1.0, seed, *[1.0] * (len(self.wide) - DIVISORS)]
         if update is not None:
             number = update.step + 1
             scales = [1.0 if scale is None else scale for scale in update.scale]
             values = [rate(update.opt.lr, number), float(number), 0.0, seed, *scales]
-        self.host.copy_(torch.tensor(values, dtype=torch.float64, device="cpu"))
-        self.wide.copy_(self.host, non_blocking=True)
+        given = torch.tensor(values, dtype=torch.float64, device="cpu", pin_memory=self.pinned)
+        self.wide.copy_(given, non_blocking=True)
 
     def begin(self) -> None:
         """Make the copy in float32: the first kernel of a graph."""

@@ -19,6 +19,7 @@ from weakref import ref
 
 import torch
 
+from fshard.errors import CommError
 from fshard.runtime.comm import exchange
 from fshard.runtime.execution import PendingUpdate, Update
 from fshard.runtime.execution.executor import Scheduled
@@ -149,7 +150,9 @@ class GraphRunner(Runner):
         if graph is None or worst not in (READY, CAPTURES):
             return self._eager(agreed, worst)
         with together(self._meetings.transport):
-            if worst == CAPTURES and (failure := self._captured(graph, agreed)) is not None:
+            if worst == READY:
+                self._load(graph, agreed.ready)
+            elif (failure := self._captured(graph, agreed)) is not None:
                 return self._after_failure(agreed, failure)
             return self._replay(graph, agreed, "replayed" if worst == READY else "captured")
 
@@ -203,6 +206,7 @@ class GraphRunner(Runner):
         failure: BaseException | None = None
         try:
             with agreed.ready.request.randomness(), self._meetings.transport.program(), _unchanged(agreed):
+                self._load(graph, agreed.ready)
                 self._make(graph, agreed)
         except BaseException as error:
             failure, graph.replay = error, None
@@ -241,11 +245,9 @@ class GraphRunner(Runner):
 
     def _inside(self, graph: StepGraph, agreed: Agreed) -> Ready:
         """The step as it is captured: with numbers from the dials, on the graph's own batch."""
-        ready, accumulate = agreed.ready, self.programs.accumulate
+        ready = agreed.ready
         given, prepared = ready.request, ready.prepared
         assert given.update is not None and prepared.route is not None
-        graph.copy_batch(given.batch, accumulate, self.plan.batch)
-        given.shards.overwrite()
         update = Update(given.shards, given.update.pending, given.update.stale, self.dials)
         request = given._replace(update=update, randomness=nullcontext, seed=self.dials.seed)
         executor = Scheduled(prepared.route, prepared.actions, given.shield)
@@ -253,14 +255,21 @@ class GraphRunner(Runner):
         prepared.actions.start(given.shards, update, False, given.accumulated, given.feedback)
         return replace(ready, request=request, executor=executor, parts=graph.parts)
 
-    def _replay(self, graph: StepGraph, agreed: Agreed, how: str) -> ProgramRun:
-        given, executor = agreed.ready.request, agreed.ready.executor
-        assert graph.replay is not None and given.update is not None and isinstance(executor, Scheduled)
+    def _load(self, graph: StepGraph, ready: Ready) -> None:
+        """Copy the batch and the numbers of a step to where its graph reads them, and end what reads the state."""
+        given = ready.request
         graph.copy_batch(given.batch, self.programs.accumulate, self.plan.batch)
         self.dials.write(_waits(given.update), given.loss_scale / self.divisor)
         given.shards.overwrite()
+
+    def _replay(self, graph: StepGraph, agreed: Agreed, how: str) -> ProgramRun:
+        given, executor = agreed.ready.request, agreed.ready.executor
+        assert given.update is not None and isinstance(executor, Scheduled)
+        replay = graph.replay
+        if replay is None:
+            raise CommError("the step's graph was dropped by another thread, with the communicators that it calls")
         with given.randomness():
-            graph.replay()
+            replay()
         given.update.made()
         torch.autograd.graph.increment_version(given.shards.tensors(range(len(given.shards))))
         executor.record += graph.record

@@ -1,0 +1,100 @@
+"""A capture waits for no event from before it, and all streams have joined it at its end."""
+
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+import fshard as fs
+from fshard.runtime.execution.actions import Actions
+from tests.runtime import test_lanes as lanes
+from tests.runtime.test_happens_before import batch_of, watched
+from tests.shared.clocks import COMPUTE, OTHER, Clocks
+
+CASES = {
+    **{
+        f"{layout}, {name}": replace(lanes.CASES[f"{layout}, {name}"])
+        for layout in ("flat", "hsdp", "opt axes", "zero")
+        for name in ("default", "whole gradients")
+    },
+    "secondary": lanes.CASES["secondary"],
+    "packed": lanes.CASES["packed"],
+    "a collective of the program": lanes.CASES["a collective of the program"],
+}
+
+
+class ModelCapture:
+    """Captures in the model of streams. What is captured is done at once, in the place of the first replay."""
+
+    def __init__(self, clocks: Clocks) -> None:
+        self.clocks = clocks
+
+    def capture(self, run: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
+        """Call a function on another stream. Its graph is launched on the compute stream."""
+        with self.clocks.capture():
+            result = run()
+        return lambda: self.clocks.join(COMPUTE, self.clocks.clock(OTHER)), result
+
+
+def captured(case: lanes.Case, drop: str = "") -> tuple[list[str], set[str]]:
+    """The races of three steps, the last of which is captured and replayed."""
+    by_thread: dict[int, Clocks] = {}
+
+    def work(mesh: fs.Mesh, mine: Clocks) -> None:
+        by_thread[threading.get_ident()] = mine
+        plan, opt = lanes.made(mesh, case.rules, case.precision, case.wire), fs.optim.adamw(1e-2)
+        options = {**case.options, "schedule": replace(case.options.get("schedule", fs.Policy()), graph="step")}
+        step = fs.make_train_step(case.fn, opt, plan, **options)
+        state = fs.init_state(plan, opt, params=lanes.params())
+        with mine:
+            for number in range(3):
+                state, metrics = step(state, batch_of(mesh, number))
+            assert metrics.ran.graph == "captured" and mine.epoch == 2
+            fs.settle(state)
+
+    with pytest.MonkeyPatch.context() as change:
+        change.setattr(
+            "fshard.runtime.whole_graph.device_capture.capture_of",
+            lambda device: ModelCapture(by_thread[threading.get_ident()]),
+        )
+        change.setattr("fshard.runtime.whole_graph.graph_runner.HostWork", Nothing)
+        return watched(case.axes, work, drop)
+
+
+class Nothing(torch.utils._python_dispatch.TorchDispatchMode):
+    """Looks at no operator."""
+
+    found: tuple[str, ...] = ()
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.long
+@pytest.mark.sample(4)
+@pytest.mark.parametrize("name", CASES)
+def test_a_capture_is_closed(name: str) -> None:
+    races, _ = captured(CASES[name])
+    assert not races, "\n".join(races)
+
+
+def test_an_event_from_before_the_capture_is_seen() -> None:
+    kept: dict[int, Any] = {}
+    real = Actions._now
+    with pytest.MonkeyPatch.context() as change:
+        change.setattr(Actions, "_now", lambda self: kept.setdefault(threading.get_ident(), real(self)))
+        races, _ = captured(CASES["flat, default"])
+    assert any(race.startswith("an event from before the capture is waited for") for race in races)
+
+
+def test_a_stream_that_does_not_join_is_seen() -> None:
+    _, sites = captured(CASES["flat, default"])
+    for site in sorted(site for site in sites if site.startswith("wait for reduce_scatter")):
+        races, _ = captured(CASES["flat, default"], site)
+        assert any("has not joined the capture at its end" in race for race in races), site
