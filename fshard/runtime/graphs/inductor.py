@@ -16,6 +16,7 @@ from fshard.runtime.engine.fake_fallback import quiet
 from fshard.runtime.graphs.emit import GraphCode, emit
 from fshard.runtime.graphs.partition import Halves, value, watched
 from fshard.runtime.graphs.trace_unit import Joint, UntraceableUnit
+from fshard.runtime.graphs.written_gradients import write_gradients
 from fshard.torch_internals import (
     compile_fx_inner,
     foreach_copy_,
@@ -92,6 +93,9 @@ class _Compiled:
         if second is not None:
             names = [*(node.name for node in made), *(f"primals_{n + 1}" for n in self.inputs)]
             self.order = _order(second, holders, names)
+            results: Any = second.graph.output_node().args[0]
+            self.like = [value(node) for node in results[self.parts :]]
+            self.copied = write_gradients(second, self.parts)
             self.second = _Half(second, backward=True)
 
     # The functions of a ``Code``.
@@ -102,22 +106,24 @@ class _Compiled:
         return out[: self.count], saved
 
     def backward(self, params: Sequence[Tensor], saved: list[Any], *tangents: Tensor) -> tuple[Any, list[Any]]:
-        out = self._backward(params, saved, tangents)
-        grads = iter(out[self.parts :])
-        return out[: self.parts], [next(grads) if present else None for present in self.present]
+        made = [torch.empty(like.shape, dtype=like.dtype, device=like.device) for like in self.like]
+        out = self._backward(params, saved, tangents, made)
+        grads = iter(made)
+        return out, [next(grads) if present else None for present in self.present]
 
     def direct(self, params: Sequence[Tensor], saved: list[Any], into: list[Tensor], *tangents: Tensor) -> Any:
-        out = self._backward(params, saved, tangents)
-        if self.filled:
-            foreach_copy_(into if not self.zeros else [into[n] for n in self.filled], list(out[self.parts :]))
+        out = self._backward(params, saved, tangents, into if not self.zeros else [into[n] for n in self.filled])
         if self.zeros:
             foreach_zero_([into[n] for n in self.zeros])
-        return out[: self.parts]
+        return out
 
-    def _backward(self, params: Sequence[Tensor], saved: list[Any], tangents: Sequence[Tensor]) -> Any:
-        arguments = [saved[n] if n >= 0 else params[-1 - n] for n in self.order]  # tangents come last
+    def _backward(self, params: Sequence[Tensor], saved: list[Any], tangents: Sequence[Tensor], into: Any) -> Any:
+        arguments = [saved[n] if n >= 0 else params[-1 - n] for n in self.order]  # then come tangents
         saved.clear()
-        return self.second.run([*arguments, *tangents])
+        out = self.second.run([*arguments, *tangents, *into])
+        if self.copied:
+            foreach_copy_([into[n] for n in self.copied], list(out[self.parts :]))
+        return out[: self.parts]
 
     def code(self) -> GraphCode:
         """These as the functions of a graph."""
