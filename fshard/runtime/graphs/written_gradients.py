@@ -4,6 +4,7 @@ A product of matrices goes there by an op that Inductor calls as it calls its ow
 What a kernel of Inductor's computes, that kernel writes there. What other operators compute is returned, and copied.
 """
 
+import copy
 import functools
 from typing import Any
 
@@ -14,13 +15,14 @@ from fshard.runtime.graphs.partition import ATEN, is_view, value
 from fshard.torch_internals import OpOverload, inductor_ir, register_lowering
 
 
-def write_gradients(backward: fx.GraphModule, parts: int) -> list[int]:
-    """Change a graph to write its results from number ``parts`` on to further arguments, one for each of them.
+def write_gradients(backward: fx.GraphModule, parts: int) -> tuple[fx.GraphModule, list[int]]:
+    """A graph that writes its results from number ``parts`` on to further arguments, one for each of them.
 
     Returns:
-        the numbers, counted from ``parts``, of the results that it returns as before, behind the first ones.
+        the graph; and the numbers, counted from ``parts``, of the results that it returns, behind the first ones.
     """
-    graph, output = backward.graph, backward.graph.output_node()
+    graph = copy.deepcopy(backward.graph)
+    output = graph.output_node()
     flat: Any = output.args[0]
     kept, products, last = [], list[fx.Node](), graph.find_nodes(op="placeholder")[-1]
     for number, node in enumerate(flat[parts:]):
@@ -42,8 +44,7 @@ def write_gradients(backward: fx.GraphModule, parts: int) -> list[int]:
     output.args = ([*flat[:parts], *[flat[parts + number] for number in kept]],)
     for node in products:
         graph.erase_node(node)
-    backward.recompile()
-    return kept
+    return fx.GraphModule(backward, graph), kept
 
 
 def _compiled(node: fx.Node) -> bool:

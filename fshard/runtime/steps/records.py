@@ -36,6 +36,7 @@ class StepRequest(NamedTuple):
         accumulated: what is added to the gradients, and times what, by group id.
         loss_scale: what the loss is multiplied by for the backward.
         feedback: what residuals are multiplied by when they are added to gradients.
+        normed: whether anybody reads the norm of the gradient; the same on all ranks.
         rules: the number of sets of leaves of which norms are asked for.
         rule_norms: gives these norms when gradients are complete, from those of all groups by their ids.
         stop: whether this rank asks all ranks to stop after this step.
@@ -51,6 +52,7 @@ class StepRequest(NamedTuple):
     accumulated: Mapping[int, tuple[Tensor, float]] = NOTHING
     loss_scale: float = 1.0
     feedback: float = 1.0
+    normed: bool = True
     rules: int = 0
     rule_norms: Callable[[Mapping[int, tuple[float, Tensor]]], Sequence[RuleNorms]] = lambda norms: ()
     stop: bool = False

@@ -336,7 +336,8 @@ class Runner:
         if not self.programs.train:  # all ranks average as many numbers, or none does
             return tally((), (), (), aux, False, False)
         gradients.complete()
-        norms = {group: (gradients.shares[group], norm) for group, norm in gradients.all_norms().items()}
+        taken = gradients.all_norms() if given.normed else {}
+        norms = {group: (gradients.shares[group], norm) for group, norm in taken.items()}
         rule_norms: Sequence[RuleNorms] = ()
         if given.rules:
             gradients.arrive()
