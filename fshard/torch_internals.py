@@ -181,6 +181,7 @@ if TYPE_CHECKING:
     from torch._inductor.cpp_builder import get_cpp_compiler as get_cpp_compiler
     from torch._inductor.decomposition import select_decomp_table as select_decomp_table
     from torch._inductor.exc import InvalidCxxCompiler as InvalidCxxCompiler
+    from torch._inductor.lowering import register_lowering as register_lowering
     from torch._subclasses.fake_tensor import DataDependentOutputException as DataDependentOutputException
     from torch._subclasses.fake_tensor import DynamicOutputShapeException as DynamicOutputShapeException
     from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
@@ -196,6 +197,7 @@ LAZY = {
     "get_cpp_compiler": "torch._inductor.cpp_builder",
     "select_decomp_table": "torch._inductor.decomposition",
     "InvalidCxxCompiler": "torch._inductor.exc",
+    "register_lowering": "torch._inductor.lowering",
     "DataDependentOutputException": FAKE_TENSORS,
     "DynamicOutputShapeException": FAKE_TENSORS,
     "FakeTensor": FAKE_TENSORS,
@@ -210,8 +212,8 @@ LAZY = {
 def __getattr__(name: str) -> Any:
     if name == "StorageInfo":
         return import_module("torch.distributed.checkpoint.filesystem")._StorageInfo
-    if name == "inductor_config":
-        return import_module("torch._inductor.config")
+    if name in ("inductor_config", "inductor_ir"):
+        return import_module(name.replace("inductor_", "torch._inductor."))
     if name in LAZY:
         return getattr(import_module(LAZY[name]), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

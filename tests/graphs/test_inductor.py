@@ -10,6 +10,7 @@ from torch.nn import functional as F  # noqa: N812
 
 import fshard as fs
 from fshard.errors import PlanError
+from fshard.runtime.graphs import inductor
 from tests.graphs.cases import affine, params_of, rows, step_of, train, trained
 
 
@@ -23,7 +24,10 @@ def _close(loss: Callable[..., Any], params: dict[str, Any], batches: list[Any])
 
 
 @pytest.mark.long
-def test_inductor_trains_alike() -> None:
+def test_inductor_trains_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    copies: list[object] = []
+    monkeypatch.setattr(inductor, "foreach_copy_", lambda *both: copies.append(both))  # gradients are written in place
+
     @fs.unit
     def unit(p: Any, x: Tensor) -> tuple[Tensor, Tensor]:
         y = F.gelu(affine(p, F.dropout(F.layer_norm(x, (6,), p["b"]), 0.5)))
@@ -36,6 +40,7 @@ def test_inductor_trains_alike() -> None:
 
     step = _close(loss, params_of("a", "b"), [rows(n) for n in range(4)])
     assert "as it is" not in step.units and tuple(step.record) == step.schedule.ops
+    assert not copies
 
 
 @pytest.mark.slow

@@ -17,6 +17,7 @@ from fshard.runtime.engine.fake_fallback import quiet
 from fshard.runtime.graphs.emit import GraphCode, PartedCode, emit
 from fshard.runtime.graphs.partition import Halves, in_two, sources, value, watched
 from fshard.runtime.graphs.trace_unit import Joint, UntraceableUnit
+from fshard.runtime.graphs.written_gradients import write_gradients
 from fshard.torch_internals import (
     compile_fx_inner,
     foreach_copy_,
@@ -98,7 +99,10 @@ class _Compiled:
             names = [*(node.name for node in made), *(f"primals_{n + 1}" for n in self.inputs)]
             self.order = _order(second, holders, names)
             self.two = functools.partial(_in_two, second, self.parts, joint)
-            self.second = _Half(second, backward=True)
+            results: Any = second.graph.output_node().args[0]
+            self.like = [value(node) for node in results[self.parts :]]
+            written, self.copied = write_gradients(second, self.parts)
+            self.second = _Half(written, backward=True)
 
     # The functions of a ``Code``.
 
@@ -108,26 +112,31 @@ class _Compiled:
         return out[: self.count], saved
 
     def backward(self, params: Sequence[Tensor], saved: list[Any], *tangents: Tensor) -> tuple[Any, list[Any]]:
-        out = self._backward(params, saved, tangents)
-        grads = iter(out[self.parts :])
-        return out[: self.parts], [next(grads) if present else None for present in self.present]
+        made = [torch.empty(like.shape, dtype=like.dtype, device=like.device) for like in self.like]
+        out = self._backward(params, saved, tangents, made)
+        grads = iter(made)
+        return out, [next(grads) if present else None for present in self.present]
 
     def direct(self, params: Sequence[Tensor], saved: list[Any], into: list[Tensor], *tangents: Tensor) -> Any:
-        out = self._backward(params, saved, tangents)
-        self._fill(into, out[self.parts :])
-        return out[: self.parts]
+        out = self._backward(params, saved, tangents, self._present(into))
+        self._zero(into)
+        return out
 
-    def _fill(self, into: list[Tensor], grads: Sequence[Tensor]) -> None:
-        if self.filled:
-            foreach_copy_(into if not self.zeros else [into[n] for n in self.filled], list(grads))
+    def _present(self, into: list[Tensor]) -> list[Tensor]:
+        return [into[n] for n in self.filled] if self.zeros else into
+
+    def _zero(self, into: list[Tensor]) -> None:
         if self.zeros:
             foreach_zero_([into[n] for n in self.zeros])
 
-    def _backward(self, params: Sequence[Tensor], saved: list[Any], tangents: Sequence[Tensor]) -> Any:
-        return self.second.run(self._arguments(params, saved, tangents))
+    def _backward(self, params: Sequence[Tensor], saved: list[Any], tangents: Sequence[Tensor], into: Any) -> Any:
+        out = self.second.run([*self._arguments(params, saved, tangents), *into])
+        if self.copied:
+            foreach_copy_([into[n] for n in self.copied], list(out[self.parts :]))
+        return out[: self.parts]
 
     def _arguments(self, params: Sequence[Tensor], saved: list[Any], tangents: Sequence[Tensor]) -> list[Tensor]:
-        arguments = [saved[n] if n >= 0 else params[-1 - n] for n in self.order]  # tangents come last
+        arguments = [saved[n] if n >= 0 else params[-1 - n] for n in self.order]  # then come tangents
         saved.clear()
         return [*arguments, *tangents]
 
@@ -146,7 +155,9 @@ class _Compiled:
             return [next(grads) if present else None for present in self.present]
 
         def direct(params: Sequence[Tensor], left: list[Any], into: list[Tensor]) -> tuple[()]:
-            self._fill(into, _emptied(other, left))
+            if self.filled:
+                foreach_copy_(self._present(into), _emptied(other, left))
+            self._zero(into)
             return ()
 
         return PartedCode(first, second, list, direct)
