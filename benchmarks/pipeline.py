@@ -22,7 +22,8 @@ from model import SMALL, TINY, Size
 
 LOOPBACK = "loopback"
 MICROBATCHES = 8
-LAYOUTS = ((2, 2, ("torch", "fshard", "fshard zb_h1")), (2, 4, ("torch", "fshard", "fshard kept")))
+ORDERS = ("torch", "fshard", "fshard zb_h1", "fshard fx", "fshard fx zb_h1")
+LAYOUTS = ((2, 2, ORDERS), (2, 4, ("torch", "fshard", "fshard kept")))
 """Stages, ranks and peers."""
 
 SLEEP = 0.03

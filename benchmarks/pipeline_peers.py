@@ -142,10 +142,13 @@ class FshardPipeline:
         stages: ranks of the pipeline.
         microbatches: of a step.
         staged: False is the same step without stages, on one rank of a pipeline.
+        compile: of ``fs.make_train_step``.
         policy: of ``fs.Policy``.
     """
 
-    def __init__(self, cut: Cut, stages: int, microbatches: int, staged: bool = True, **policy: Any) -> None:
+    def __init__(
+        self, cut: Cut, stages: int, microbatches: int, staged: bool = True, compile: str | None = None, **policy: Any
+    ) -> None:
         mesh = fs.make_mesh((stages, -1), ("stage", "data"))
         model = fs.split(cut.net, units=cut.units)
 
@@ -159,7 +162,12 @@ class FshardPipeline:
         self.state = fs.init_state(plan, opt, params=model.params)
         order = "1f1b" if staged else ""
         self.train = fs.make_train_step(
-            loss_fn, opt, plan, accumulate=microbatches, schedule=fs.Policy(**{"pipeline": order, **policy})
+            loss_fn,
+            opt,
+            plan,
+            accumulate=microbatches,
+            schedule=fs.Policy(**{"pipeline": order, **policy}),
+            compile=compile,
         )
         self.loss = torch.tensor(0.0)
 
@@ -174,6 +182,8 @@ PEERS: dict[str, Callable[[Cut, int, int], Peer]] = {
     "fshard": FshardPipeline,
     "fshard kept": lambda *given: FshardPipeline(*given, reshard=False, accumulation="full"),
     "fshard zb_h1": lambda *given: FshardPipeline(*given, pipeline="zb_h1"),
+    "fshard fx": lambda *given: FshardPipeline(*given, compile="fx"),
+    "fshard fx zb_h1": lambda *given: FshardPipeline(*given, compile="fx", pipeline="zb_h1"),
     "fshard without stages": lambda *given: FshardPipeline(*given, staged=False),
 }
 """By name. ``kept``: groups stay gathered and gradients are reduced once a step, as ``torch`` does."""

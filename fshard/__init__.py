@@ -53,6 +53,7 @@ from fshard.model.unit import unit
 from fshard.optim.scaling import LossScale
 from fshard.patterns import glob
 from fshard.runtime.engine import Mean, Microbatches
+from fshard.runtime.engine.buckets import Buckets
 from fshard.schedule.auto import Auto
 from fshard.schedule.policy import Policy, keep, secondary
 from fshard.schedule.schedule import Schedule
@@ -138,6 +139,7 @@ def __dir__() -> list[str]:
 
 __all__ = [
     "Auto",
+    "Buckets",
     "Checkpointer",
     "LossScale",
     "Mean",

@@ -35,12 +35,13 @@ from fshard.schedule.auto import Auto
 from fshard.schedule.policy import Policy
 from fshard.sharding.plan import Plan
 from fshard.state.equal import Equal
-from fshard.state.flat import Flat, flat_of, form_of
+from fshard.state.flat import Flat, form_of
 from fshard.state.settle import complete
 from fshard.state.train_state import TrainState
 from fshard.training.latest import OneFunction
 from fshard.training.metrics import combine_aux
 from fshard.transform.active_transforms import under_way
+from fshard.transform.shard_chunks import chunks_of
 from fshard.transform.sharded_loss import LossFn, ShardedLoss
 from fshard.transform.tree_vectors import split_trainable, zero_filled
 
@@ -119,10 +120,11 @@ class ValueAndGrad(OneFunction):
         flat = self.plan.check_tree(params, whole=False)
         if under_way(list(flat.values())):
             return self._transformed(params, batch)
-        with torch.no_grad():
-            chunks = flat_of(params, self.params).chunks
+        chunks = chunks_of(params, self.params)
         shards = Shards([Shard(chunks[group.id].detach(), {}) for group in self.plan.groups])
-        return self._made(batch, lambda shield: StepRequest(batch, shards, shield, facts=self.equal.fixed))
+        return self._made(
+            batch, lambda shield: StepRequest(batch, shards, shield, facts=self.equal.fixed, normed=False)
+        )
 
     def _of_state(self, state: TrainState, batch: Any) -> tuple[Any, dict[str, Any]]:
         state.check_plan(self.plan)
@@ -144,6 +146,7 @@ class ValueAndGrad(OneFunction):
                 shield,
                 Update(shards, state.pending, {}),
                 facts=lambda: self.equal.of(state),
+                normed=False,
                 loss_scale=1.0 if rule is None else (state.scale or rule.start()).value,
                 randomness=lambda: nullcontext() if within else seeded(state.seed, state.step, part, mesh.device),
             )

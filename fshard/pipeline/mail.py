@@ -82,10 +82,8 @@ class Mail:
 
     def _receive(self, key: Key) -> None:
         kind = self.messages[key[0]]
-        shape = [kind.edge.shape[dim] for dim in kind.edge.dims]
-        value = torch.empty(shape, dtype=kind.edge.dtype, device=self.mesh.device)
-        self._arriving[key] = value.permute(sorted(range(len(shape)), key=kind.edge.dims.__getitem__))
-        self._handles[key] = self._exchange(kind, kind.sender, value, value.new_empty(0))
+        value = self._arriving[key] = kind.edge.empty(self.mesh.device)
+        self._handles[key] = self._exchange(kind, kind.sender, value.permute(kind.edge.dims), value.new_empty(0))
 
     def _sent(self, key: Key) -> None:
         self._handles[key].wait()

@@ -12,6 +12,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from fshard.schedule.ops import Call
+
 Node = Any
 """A node of autograd's graph, which has no public type."""
 
@@ -40,6 +42,9 @@ class PartedBackward:
         grads: their gradients.
         inputs: the inputs of the stage, leaves that require grad.
         leaves: the leaves whose gradients are wanted, which accumulate in ``grad``.
+
+    Attributes:
+        graphs: the second parts of backwards of calls that ran as compiled graphs.
     """
 
     def __init__(
@@ -49,6 +54,7 @@ class PartedBackward:
         self.inputs = [x for x in inputs if x.requires_grad]
         self.branches = _branches(self.values, self.inputs, leaves)
         self.kept: dict[Node, list[Tensor | None]] = {}
+        self.graphs: dict[tuple[str, int], Callable[[], None]] = {}
         count = Counter(id(leaf) for branch in self.branches for leaf in branch.leaves)
         self.several = {leaf for leaf, branches in count.items() if branches > 1}
 
@@ -64,12 +70,15 @@ class PartedBackward:
             hook.remove()
         self.values, self.grads = [], []
 
-    def of_leaves(self, wanted: Mapping[int, Tensor] | None = None) -> None:
+    def of_leaves(self, wanted: Mapping[int, Tensor] | None = None, call: Call | None = None) -> None:
         """Compute the gradients of the leaves, which accumulate in their ``grad``.
 
         Args:
             wanted: the leaves in question, by identity; None for all that are left.
+            call: the call of a unit that reads them. If that ran as a graph, the graph delivers its gradients.
         """
+        if call is not None and (graph := self.graphs.pop((call.unit, call.index), None)) is not None:
+            graph()
         if self.values:  # nothing goes back to other stages
             leaves = [leaf for branch in self.branches for leaf in branch.leaves]
             if leaves:

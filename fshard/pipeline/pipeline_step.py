@@ -48,7 +48,7 @@ class PipelineStep(TrainStep):
         rule = contract(opt)
         order = functools.partial(order_of, plan.stages)
         if isinstance(options.running.policy, Policy):
-            check_running(options.running, order(options.running.policy, options.accumulate))
+            order(options.running.policy, options.accumulate)  # which refuses what these stages cannot run
         programs = programs_of(plan.own, options, rule)
 
         def infos(own: Plan) -> tuple[GroupInfo, ...]:
@@ -159,19 +159,6 @@ def latest_schedules(runner: PipelineRunner) -> PipelineSchedules:
     if runner.latest_step is None:
         raise PlanError("no schedules yet: they are found from a batch; run it once, or ask trace, which runs nothing")
     return runner.latest_step.planned.schedules
-
-
-def check_running(running: RunOptions, order: PipelineOrder) -> None:
-    """Refuse compiled units where a backward is in two parts.
-
-    Raises:
-        PlanError: a unit's graph has one backward.
-    """
-    if running.compile is not None and any(action.kind == "I" for lane in order.ranks for action in lane):
-        raise PlanError(
-            f"compile={running.compile!r} with pipeline={order.name!r}: a compiled unit computes the gradients of its "
-            f'inputs and of its leaves together; give pipeline="1f1b" or "interleaved", or leave compile= out'
-        )
 
 
 def secondary_of(policy: Policy | Auto) -> Axes:

@@ -56,6 +56,18 @@ class StageView(NamedTuple):
     params: Any
 
 
+class FirstPart(NamedTuple):
+    """The first part of a backward.
+
+    Attributes:
+        due: the calls whose backwards have not begun, in their order.
+        graphs: by call, what computes the gradients of leaves of a compiled graph later.
+    """
+
+    due: list[Call]
+    graphs: dict[tuple[str, int], Callable[[], None]]
+
+
 class StageOver(LeftCall):
     """The last unit of a stage has run: nothing of the loss function behind it is needed here."""
 
@@ -80,7 +92,7 @@ class StageEngine(Engine):
         self.received: Received = {}
         self.keep: Keep = _forget
         self.part, self.unsettled = WHOLE, False
-        self.due: list[Call] = []
+        self.first: FirstPart | None = None
         self._views: dict[int, StageView] = {}
         self.stages = stages
         self.absent_in(FakeTensorMode(allow_non_fake_inputs=True))
@@ -154,11 +166,11 @@ class StageEngine(Engine):
             parted.of_inputs()
             self._pass_over(None)
 
-        self.part, self.due = INPUTS, list(calls)
+        self.part, self.first = INPUTS, FirstPart(list(calls), parted.graphs)
         try:
             self.backward(run, done)
         finally:
-            self.part, self.due = WHOLE, []
+            self.part, self.first = WHOLE, None
 
     def backward_of_leaves(self, parted: PartedBackward, calls: Sequence[Call]) -> None:
         """Run the second part of a backward, of the leaves of a stage, unit by unit.
@@ -185,20 +197,22 @@ class StageEngine(Engine):
         for call in calls:
             sinks = self.units.reads[call.unit].sinks
             self.executor.reach("weight", call.unit, call.index)
-            parted.of_leaves({id(leaf): leaf for _, _, leaves in sinks for leaf in leaves})
-            for sink in sinks:
-                self._collect(*sink)
+            parted.of_leaves({id(leaf): leaf for _, _, leaves in sinks for leaf in leaves}, call)
+            for group, numbers, leaves in sinks:
+                if not bare(leaves):  # a graph has delivered its gradients
+                    self._collect(group, numbers, leaves)
             self.executor.settle()
         parted.of_leaves()
 
     def _pass_over(self, until: Call | None) -> None:
         """Reach the backwards that stand before one, or all: they have no part that goes back to other stages."""
         assert self.executor is not None
-        while self.due and self.due[0] != until:
-            call = self.due.pop(0)
+        due = [] if self.first is None else self.first.due
+        while due and due[0] != until:
+            call = due.pop(0)
             self.executor.reach("backward", call.unit, call.index)
             self.executor.settle()
-        del self.due[:1]
+        del due[:1]
 
     def end_microbatch(self) -> None:
         """A microbatch is over on this rank: the gradients of leaves outside of units go to the sink."""
@@ -228,6 +242,11 @@ class StageEngine(Engine):
         """
         if not shared:
             self.under_way, self.unsettled = "", True
+
+    @property
+    def late(self) -> dict[tuple[str, int], Callable[[], None]] | None:
+        """Takes what computes gradients of leaves later, by call, in the first part of a backward."""
+        return None if self.first is None else self.first.graphs
 
     def _leave(self) -> None:
         if self.unsettled:

@@ -237,8 +237,7 @@ class _Inbox(dict[tuple[str, int], Tensor]):
 
     def pop(self, key: tuple[str, int]) -> Tensor:  # type: ignore[override]
         """A value that arrives."""
-        edge = self.messages[key[0]].edge
-        return torch.empty(edge.shape, dtype=edge.dtype, device=self.device)
+        return self.messages[key[0]].edge.empty(self.device)
 
 
 def _stages_of(staged: StagedProgram, rank: RankProgram) -> dict[Key, int]:

@@ -72,8 +72,6 @@ class StagedOptions:
         whole = task.known[0][0].whole
         assert whole is not None and whole.stages is not None
         for policy in policies(orders_of(whole.stages), auto.update, task.programs.train, _full(task)):
-            if task.programs.cache is not None and _parted(task, policy):
-                continue
             try:
                 found.append(_tried(task, policy, rates))
             except (PlanError, ScheduleError) as error:
@@ -180,7 +178,7 @@ def _costs(found: Sequence[PositionForecast], rates: Rates) -> Costs:
 
 
 def _parted(task: StagedTask, policy: Policy) -> bool:
-    """Tell whether an order has backwards in two parts, which compiled units do not have."""
+    """Tell whether an order has backwards in two parts."""
     order = task.order(policy, task.programs.accumulate)
     return any(action.kind == "I" for lane in order.ranks for action in lane)
 

@@ -63,6 +63,11 @@ class ValueEdge(NamedTuple):
         """The bytes of one message."""
         return torch.Size(self.shape).numel() * self.dtype.itemsize
 
+    def empty(self, device: torch.device) -> Tensor:
+        """A tensor for one message, with its dims in memory as it travels."""
+        value = torch.empty([self.shape[dim] for dim in self.dims], dtype=self.dtype, device=device)
+        return value.permute(sorted(range(len(self.dims)), key=self.dims.__getitem__))
+
 
 @dataclass(frozen=True)
 class StagedProgram:

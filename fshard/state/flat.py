@@ -231,7 +231,7 @@ def flat_of(given: Any, form: FlatForm, what: str = "") -> Flat:
         TreeError: it does not have these leaves.
     """
     flat = known_flat(given)
-    if flat is not None and (flat.form is form or _alike(flat.form, form)):
+    if flat is not None and (flat.form is form or alike(flat.form, form)):
         return flat
     leaves = form.read(given, what)
     with unguarded():
@@ -267,6 +267,6 @@ def same_layout(a: Plan, b: Plan) -> bool:
     )
 
 
-def _alike(a: FlatForm, b: FlatForm) -> bool:
+def alike(a: FlatForm, b: FlatForm) -> bool:
     """Tell whether trees of two forms have the same leaves at the same places."""
     return a.order.paths == b.order.paths and same_layout(a.plan, b.plan)

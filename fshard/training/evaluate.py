@@ -2,16 +2,19 @@
 
 import functools
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 
 from fshard.arguments import Want, expect
 from fshard.collectives.scope import bind
+from fshard.errors import PlanError
 from fshard.model.precision import Precision
 from fshard.played.everywhere import made_on_each_rank
 from fshard.runtime.comm import collective_call
-from fshard.runtime.execution import held_back
+from fshard.runtime.engine.buckets import Buckets, bucket_problems
+from fshard.runtime.execution import Shards, Shield, held_back
 from fshard.runtime.steps import PassSpec, Programs, Runner, StepRequest, make_programs, refuse_transforms
 from fshard.runtime.steps.step_options import RunOptions, read_running
 from fshard.schedule.auto import Auto
@@ -22,6 +25,7 @@ from fshard.state.settle import complete
 from fshard.state.train_state import TrainState, expect_state, not_copied
 from fshard.training.latest import OneFunction
 from fshard.training.metrics import global_result
+from fshard.training.padding_check import PaddingCheck, numbers_of, padding_of, without_draws
 
 
 class EvalStep(OneFunction):
@@ -45,6 +49,10 @@ class EvalStep(OneFunction):
 
     def _programs(self, debug: bool = False) -> Programs:
         return make_programs(self._read, self.running.debugged(debug), train=False)
+
+    @functools.cached_property
+    def _padding(self) -> PaddingCheck | None:
+        return padding_of(self.running.buckets, self._runner)
 
     def __repr__(self) -> str:
         return f"<eval step of {len(self.plan.leaves)} leaves in {len(self.plan.groups)} groups>"
@@ -72,14 +80,27 @@ class EvalStep(OneFunction):
         refuse_transforms("an eval step")
         expect_state(state, "evaluate")
         if (running := getattr(state.memory, "running", None)) is not None:  # a step function of which this is a part
+            if self.running.buckets is not None:
+                raise PlanError(
+                    "an evaluation with buckets= is called in a step function, whose batch it cannot pad: pad what the "
+                    "step is given, step(state, buckets.pad(batch)), and make the evaluation without buckets="
+                )
             return running.evaluate(self, state, batch)
         state.check_plan(self.plan)
         with held_back() as shield:
             facts = functools.partial(self._equal.of, state)
             shards = complete(state, self.plan.mesh).finished()
+            if self._padding is not None:
+                batch = self._padding.padded(batch, functools.partial(self._tried, shards, shield), facts)
             result = self._evaluate(StepRequest(batch, shards, shield, facts=facts))
             state.memory.note_compared()
         return result
+
+    def _tried(self, shards: Shards, shield: Shield, batch: Any) -> list[float]:
+        """The numbers that the function returns of a batch, without random numbers."""
+        return numbers_of(
+            self._evaluate(StepRequest(batch, shards, shield, randomness=functools.partial(without_draws, nullcontext)))
+        )
 
     def _evaluate(self, request: StepRequest) -> Any:
         # Slots are made once, and must be ordinary tensors.
@@ -97,6 +118,7 @@ def make_eval_step(
     debug: bool = False,
     compile: str | None = None,
     precision: Precision | None = None,
+    buckets: Buckets | None = None,
 ) -> EvalStep:
     """Make a function that evaluates sharded parameters: ``evaluate(state, batch) -> result``.
 
@@ -108,6 +130,8 @@ def make_eval_step(
         compile: as for ``fs.make_train_step``.
         precision: in which dtypes to evaluate, instead of those of the plan and its rules: with ``fs.Precision()``
             units read all parameters as they are kept.
+        buckets: as for ``fs.make_train_step``; numbers in what the function returns must not depend on the padding,
+            and tensors of single positions have the padded size.
 
     Raises:
         PlanError: an invalid option.
@@ -126,7 +150,9 @@ def make_eval_step(
         ("precision", precision, (Precision, type(None)), "fs.Precision(...) or None"),
     ]
     expect("make_eval_step(fn, plan)", wants)
-    running, plan = read_running(schedule, debug, compile), plan.whole or plan
+    running, plan = read_running(schedule, debug, compile, buckets=buckets), plan.whole or plan
+    if problems := bucket_problems(buckets, plan):
+        raise PlanError("; ".join(problems))
     if plan.stages is not None and plan.source is not None and plan.source.stages is not None:
         made: EvalStep = plan.source.stages.eval_step(fn, plan, running, precision)
         return made

@@ -11,6 +11,7 @@ from fshard.optim.checks import is_optimizer, optimizer_meant
 from fshard.optim.contract import contract
 from fshard.optim.scaling import LossScale
 from fshard.played.everywhere import made_on_each_rank
+from fshard.runtime.engine.buckets import Buckets, bucket_problems
 from fshard.runtime.steps import Options
 from fshard.runtime.steps.clip import read_clip
 from fshard.runtime.steps.float16 import scale_problems, warn_of_float16
@@ -51,6 +52,7 @@ def make_train_step(
     remat: Any = None,
     loss_scale: LossScale | None = None,
     norms: str | Sequence[str] | None = None,
+    buckets: Buckets | None = None,
 ) -> TrainStep:
     """Make the function that trains: ``step(state, batch) -> (state, metrics)``.
 
@@ -92,6 +94,8 @@ def make_train_step(
         norms: which gradient norms ``metrics.grad_norms`` has besides those of the rules of ``clip_norm``:
             ``"groups"`` for each group of the plan, or patterns on paths, of which the first that matches counts.
             They travel with the loss: no exchange and no read of the device more.
+        buckets: pad one dim of each batch to one of few sizes, so that graphs of units and programs of pipelines are
+            made for these alone: ``fs.Buckets({"tokens": 0, "labels": -100})``. The loss must ignore the padding.
 
     Raises:
         PlanError: an invalid option; ``compile="inductor"`` without a C++ compiler.
@@ -105,7 +109,7 @@ def make_train_step(
     >>> metrics.loss, state.step, state.params["w"]
     (tensor(10.), 1, tensor([0.9000, 1.9000, 2.9000, 3.9000]))
     """
-    running = read_running(schedule, debug, compile, remat, updates=True)
+    running = read_running(schedule, debug, compile, remat, updates=True, buckets=buckets)
     policy = running.policy
     if not isinstance(plan, Plan) or not is_optimizer(opt):
         raise PlanError(
@@ -121,6 +125,7 @@ def make_train_step(
         *feedback_problems(plan, policy),
         *scale_problems(loss_scale, policy),
         *norm_problems(norms, policy),
+        *bucket_problems(buckets, plan, policy.update == "in_backward"),
     ]
     if problems:
         raise PlanError("; ".join(problems))

@@ -44,6 +44,7 @@ from fshard.state.state_memory import StateMemory
 from fshard.state.train_state import TrainState, expect_state, not_copied
 from fshard.training.latest import OneFunction
 from fshard.training.metrics import Metrics, combine_aux
+from fshard.training.padding_check import padding_of, without_draws
 from fshard.training.run_report import RunReport
 from fshard.training.updating import Updating
 
@@ -95,6 +96,7 @@ class TrainStep(OneFunction):
         self._skip = skip_rule(options)
         self._unproven = plan.source is not None and bool(plan.source.cuts)
         self._since: Mapping[str, int] = {}
+        self._padding = padding_of(options.running.buckets, runner)
         self._last: PendingUpdate | None = None  # the update that may still read the memory of this step's gradients
         self._late: BaseException | None = None  # a signal that came when the step before was made
 
@@ -171,11 +173,23 @@ class TrainStep(OneFunction):
     def _make(self, state: TrainState, batch: Any, asked: Asked) -> tuple[TrainState, Metrics]:
         begun = perf_counter()
         self._accept(state)
+        if self._padding is not None:
+            facts = functools.partial(self._equal.of, state, asked.lr)
+            batch = self._padding.padded(batch, functools.partial(self._tried, state, asked), facts)
         update = self._update(state, asked.rule)
         with bind(self.plan.mesh, self.plan.data_axes):
             outcome = self._runner.run(self._request(state, batch, update, asked))
         state.memory.note_compared()
         return self._conclude(state, update, outcome, asked, self._ran(batch, begun, outcome))
+
+    def _tried(self, state: TrainState, asked: Asked, batch: Any) -> tuple[float, float]:
+        """The loss and the norm of the gradient of a batch, of which nothing is updated, and without random numbers."""
+        request = self._request(state, batch, self._update(state, asked.rule), asked)
+        with bind(self.plan.mesh, self.plan.data_axes):
+            constant = functools.partial(without_draws, request.randomness)
+            verdict = self._runner.run(request._replace(randomness=constant)).verdict
+        self._decide.grads.drop()
+        return verdict.loss, verdict.norm
 
     def _request(self, state: TrainState, batch: Any, update: Update, asked: Asked) -> StepRequest:
         decide, scale = self._decide, self._skip.scale(state.scale)

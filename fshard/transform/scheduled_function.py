@@ -87,7 +87,7 @@ class ScheduledFunction:
         chunks += [each[group] for each in along for group in self._trained]
         shards = Shards([Shard(chunk.detach(), {}) for chunk in chunks])
         with held_back() as shield, torch.set_grad_enabled(self.train), bind(self.plan.mesh, self.plan.data_axes):
-            return self.runner.run(StepRequest(batch, shards, shield, facts=self.equal.fixed))
+            return self.runner.run(StepRequest(batch, shards, shield, facts=self.equal.fixed, normed=False))
 
     def gradient(self, outcome: Outcome) -> dict[str, Any]:
         """The gradient by the parameters, a tree of shards."""

@@ -6,9 +6,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fshard.runtime.memory.memory_spaces import memory_space
 from fshard.sharding.layout import Group
 from fshard.state.elementwise import unguarded
-from fshard.state.flat import FlatForm, known_flat
+from fshard.state.flat import FlatForm, alike, known_flat
 
 Placed = tuple[int, int, Tensor]
 """The range of a leaf in the chunk of its group, and the leaf."""
@@ -20,7 +21,7 @@ def chunks_of(given: Any, form: FlatForm) -> Mapping[int, Tensor]:
     Elements of no leaf may have any value.
     """
     flat = known_flat(given)
-    if flat is not None and flat.form.order.paths == form.order.paths:
+    if flat is not None and (flat.form is form or alike(flat.form, form)):
         return flat.chunks
     placed: dict[int, list[Placed]] = {group.id: [] for group in form.groups}
     for leaf, (group, begin, end, _) in zip(form.read(given), form.places, strict=True):
@@ -32,8 +33,11 @@ def chunks_of(given: Any, form: FlatForm) -> Mapping[int, Tensor]:
 
 def _chunk(group: Group, leaves: Sequence[Placed], form: FlatForm) -> Tensor:
     """The chunk of a group: where its leaves lie, or a copy of them."""
-    device = form.plan.mesh.device
-    if leaves and all(leaf.is_contiguous() and leaf.dtype == group.dtype for _, _, leaf in leaves):
+    if (
+        leaves
+        and not group.kinds.hosted
+        and all(leaf.is_contiguous() and leaf.dtype == group.dtype for _, _, leaf in leaves)
+    ):
         begin, _, first = leaves[0]
         storage, start = first.untyped_storage(), first.storage_offset() - begin
         alike = all(
@@ -42,7 +46,7 @@ def _chunk(group: Group, leaves: Sequence[Placed], form: FlatForm) -> Tensor:
         )
         if alike and start >= 0 and (start + group.chunk) * group.dtype.itemsize <= storage.nbytes():
             return first.detach().as_strided((group.chunk,), (1,), start)
-    made = torch.zeros(group.chunk, dtype=group.dtype, device=device)
+    made = memory_space(group.kinds.param, form.plan.mesh).zeros(group.chunk, group.dtype)
     for begin, end, leaf in leaves:
         made[begin:end] = leaf.detach().reshape(-1)
     return made

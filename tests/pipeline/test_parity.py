@@ -33,12 +33,12 @@ PROGRAMS = {
     "unet": StagedRun("unet", stages=LOOP, opt=sgd),
     "experts": StagedRun("experts", (3, 1), opt=sgd),
     "rotary": StagedRun("rotary", **GRID),
-    "writing": StagedRun("writing", (2, 1), opt=sgd),
+    "writing": StagedRun("writing", (3, 1), stages={"cut": (1, 1, 3)}, opt=sgd),
     "tied": StagedRun("tied", (3, 1), opt=sgd),
 }
 OTHERS = {
     "one stage": StagedRun(sizes=(1, 1)),
-    "writing, other cuts": StagedRun("writing", (3, 1), stages={"cut": (1, 1, 3)}, opt=sgd),
+    "writing, other cuts": StagedRun("writing", (2, 1), opt=sgd),
     "writing, every unit": StagedRun("writing", (5, 1), opt=sgd),
     "translator, loop": StagedRun("translator", stages=LOOP),
     "experts, loop": StagedRun("experts", stages=LOOP, opt=sgd),
@@ -61,6 +61,11 @@ PARTED = {
     "zbv, full": StagedRun("tied", (2, 2), stages=V, policy={"accumulation": "full"}, opt=sgd),
     "dualpipev": StagedRun("experts", stages=V, policy={"pipeline": "dualpipev"}, opt=sgd),
     "remat": StagedRun(step={"remat": "all"}, policy={"pipeline": "zb_h1"}),
+    "graphs": StagedRun("tied", (2, 2), policy={"pipeline": "zb_h1"}, step={"compile": "fx"}, opt=sgd),
+    "graphs, zbv": StagedRun("translator", stages=V, step={"compile": "fx"}),
+    "graphs, remat": StagedRun(
+        "experts", policy={"pipeline": "zb_h1"}, step={"compile": "fx", "remat": "all"}, opt=sgd
+    ),
 }
 OPTIONS = {
     "hsdp": StagedRun("tied", (2, 2, 2), ("stage", "replica", "data"), accumulate=3, opt=sgd),

@@ -12,10 +12,11 @@ from torch import Tensor, nn
 import fshard as fs
 from fshard import tree
 from fshard.errors import PlanError
+from fshard.runtime.memory import gradients
 from fshard.schedule import check
 from fshard.state.flat import form_of
 from fshard.state.flat_maps import join_pieces
-from fshard.transform import trace_samples
+from fshard.transform import shard_chunks, trace_samples
 from fshard.transform.shard_chunks import chunks_of
 from tests.shared.bad import Raised, attempt
 from tests.shared.virtual import Job
@@ -312,3 +313,30 @@ def own_chunks(plan: fs.Plan, shards: Any) -> list[Tensor]:
 
 def test_shards_are_gathered_from_where_they_lie() -> None:
     assert not sum(fs.virtual_mesh((3,), ("any",)).run(chunked), [])
+
+
+def test_directions_of_another_layout_are_read_leaf_by_leaf() -> None:
+    net = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3)).double()
+    mesh, x, found = fs.make_mesh((1,), ("shard",)), torch.randn(5, 4).double(), []
+    gradient: Any = None
+    for units in (("0", "2"), ()):
+        model = fs.split(net, units=units)
+        plan = fs.make_plan(model, mesh, [(r".*", fs.fsdp("shard"))])
+
+        def loss(p: Any, x: Tensor, model: fs.Model = model) -> Tensor:
+            return model.apply(p, x).square().sum()
+
+        params = fs.shard(model.params, plan)
+        gradient = gradient or fs.value_and_grad(loss, plan)(params, x)[1]
+        found.append(tree.leaves(fs.func.hvp(loss, plan)(params, gradient, x)))
+    assert all(torch.allclose(a, b) for a, b in zip(*found, strict=True))
+
+
+def test_gradients_take_no_norms_and_copy_no_parameters() -> None:
+    plan, params, v = one_rank()
+    product, gradient = fs.func.hvp(cases.weighted_loss, plan), fs.value_and_grad(cases.weighted_loss, plan)
+    taken: Any = AssertionError("a norm, or a chunk for copies")
+    copied = patch.object(shard_chunks, "memory_space", side_effect=taken)
+    with copied, patch.object(gradients, "norms_of", side_effect=taken):
+        assert not differences(product(params, v, X), whole_hvp(cases.directions()), plan, "product")
+        gradient(params, X)

@@ -34,7 +34,7 @@ from fshard.runtime.engine.parameters import Parameters
 from fshard.runtime.engine.proxies import Mispredicted
 from fshard.runtime.engine.remat_rules import NO_REMAT, Remat, reentrant_refused, unsaved
 from fshard.runtime.engine.saved_hooks import without_parameters
-from fshard.runtime.engine.units import GRAD, VERSION, Called, UnitReads, Units, bare
+from fshard.runtime.engine.units import GRAD, VERSION, Called, UnitReads, Units, bare, tensors_in
 from fshard.runtime.graphs import Compiled
 from fshard.runtime.memory import Slots
 from fshard.runtime.memory.slots import storage_of
@@ -116,6 +116,11 @@ class Engine:
         """Changes whenever leaves have been bound to other memory."""
         return self.slots.epoch
 
+    @property
+    def late(self) -> dict[HostedKey, Callable[[], None]] | None:
+        """Takes what computes gradients of leaves later, by call, in the first part of a backward."""
+        return None
+
     def start(self, executor: Executor) -> None:
         """Begin a pass of the program: the next calls of units are the first of their name."""
         self.executor = executor
@@ -166,7 +171,7 @@ class Engine:
             if ran:
                 return result
         name, _, leaves, function, reads, _ = called
-        inputs = _tensors((args, kwargs) if kwargs else args)
+        inputs = tensors_in((args, kwargs) if kwargs else args)
         watched = [*inputs, *leaves]
         try:
             versions = list(map(VERSION, watched))
@@ -189,7 +194,7 @@ class Engine:
             self.inside, self.passed = "", ()
         if versions != list(map(VERSION, watched)):
             raise reads.written(name, watched, versions)
-        self._mark(BackwardMark(self, name, index), reads, _tensors(result), inputs)
+        self._mark(BackwardMark(self, name, index), reads, tensors_in(result), inputs)
         return result
 
     def _hooked(self, call: HostedKey, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Any:
@@ -376,9 +381,6 @@ def _forbidden(unit: Unit, called: Called, args: tuple[Any, ...], kwargs: dict[s
     return called.reads.written(called.name, watched, versions)
 
 
-_PLAIN = frozenset((Tensor,))
-
-
 def _hook(out: Tensor, mark: BackwardMark) -> None:
     """Let the gradient of a tensor call a mark: ``register_hook``, but for the handle, which takes most of its time."""
     node: Any = out.grad_fn
@@ -388,12 +390,3 @@ def _hook(out: Tensor, mark: BackwardMark) -> None:
     hooks: Any = OrderedDict(((mark, mark),))
     out._backward_hooks = hooks
     node._register_hook_dict(out)
-
-
-def _tensors(values: Any) -> Sequence[Tensor]:
-    """The tensors in any pytree. Flattening costs more than all else here, and is seldom needed."""
-    if type(values) is Tensor:
-        return (values,)
-    if type(values) is tuple and _PLAIN.issuperset(map(type, values)):
-        return values
-    return [leaf for leaf in tree.leaves(values) if isinstance(leaf, Tensor)]

@@ -20,6 +20,8 @@ from fshard.sharding.plan import Plan
 MOST = 12
 """Leaves that an error lists."""
 
+_PLAIN = frozenset((Tensor,))
+
 
 class UnitReads:
     """The leaves that a unit reads: their paths in the order of its flat leaves, and by group.
@@ -190,3 +192,12 @@ def _prefix(paths: Sequence[str]) -> str:
             break
         common.append(parts[0])
     return ".".join(common) or ",".join(paths)
+
+
+def tensors_in(values: Any) -> Sequence[Tensor]:
+    """The tensors in any pytree. Flattening costs more than all else here, and is seldom needed."""
+    if type(values) is Tensor:
+        return (values,)
+    if type(values) is tuple and _PLAIN.issuperset(map(type, values)):
+        return values
+    return [leaf for leaf in tree.leaves(values) if isinstance(leaf, Tensor)]

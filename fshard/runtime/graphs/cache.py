@@ -41,7 +41,7 @@ MANY = 32
 
 GIVEN_UP = (
     f"it, its arguments and the values that its Python reads took {MANY} forms: pass numbers that change as tensors, "
-    f"and make units outside of the loss function"
+    f"pad batches of many lengths (buckets=fs.Buckets(fill)), and make units outside of the loss function"
 )
 
 TRANSFORMED = "it is called under a transform of torch.func"

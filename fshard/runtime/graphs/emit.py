@@ -4,24 +4,34 @@ Calling an op through ``torch.ops`` costs about twice what its ordinary Python b
 where a trial on fake tensors shows that it dispatches to exactly this op with exactly these arguments.
 """
 
+import functools
 import operator
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx
 
 from fshard.runtime.engine.fake_fallback import quiet
-from fshard.runtime.graphs.partition import ATEN, Halves, is_view, lazy, sources, value, watched
+from fshard.runtime.graphs.partition import ATEN, Halves, in_two, is_view, lazy, sources, value, watched
+from fshard.runtime.graphs.trace_unit import Joint
 from fshard.torch_internals import OpOverload, TorchDispatchMode, foreach_copy_, foreach_zero_, nn_operators
 
 TARGETS = frozenset((ATEN.mm.default, ATEN.sum.dim_IntList))
 """Ops that can write their result into a gradient with the same bits: they have a kernel for ``out=``."""
 
-FUNCTIONS = ("views", "forward", "backward", "targets", "direct")
-
 Run = Callable[..., Any]
+
+
+@dataclass(frozen=True, eq=False)
+class PartedCode:
+    """A backward in two parts. ``K`` holds what the first part leaves for the second one."""
+
+    first: Run  # (P, R, *tangents) -> (parts, K)
+    second: Run  # (P, K) -> gradients of leaves
+    targets: Run  # (views of the flat gradient) -> G
+    direct: Run  # (P, K, G): gradients go into the flat gradient
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,6 +46,7 @@ class GraphCode:
     text: str  # the source of all of them
     backend: str  # "fx" or "inductor"
     watched: tuple[tuple[int, ...], tuple[int, ...]]  # the inputs and the outputs whose memory R shares, by number
+    part: Callable[[], PartedCode]  # writes the backward in two parts
 
 
 class Writer:
@@ -45,6 +56,7 @@ class Writer:
         self.module = module
         self.lines: list[str] = []
         self.names: dict[str, Any] = {}
+        self.functions: list[str] = []
 
     def constant(self, thing: Any, hint: str = "c") -> str:
         """A name for an object."""
@@ -68,6 +80,7 @@ class Writer:
 
     def function(self, name: str, arguments: list[str], body: list[str], result: str) -> None:
         """Add a function."""
+        self.functions.append(name)
         self.lines.append(f"def {name}({', '.join(arguments)}):")
         self.lines += [f"    {line}" for line in [*body, f"return {result}"]]
 
@@ -96,21 +109,59 @@ def emit(halves: Halves, own: Sequence[int], saved: Sequence[str] | None = None)
     result = f"{_tuple(joint.outputs)}, [{', '.join(_names(halves.saved))}]"
     writer.function("forward", ["P", *_names(joint.inputs)], bind + body, result)
     tangents = _names(node for node in joint.tangents if node is not None)
+    held = list(bind)
     bind += [f"{_join(saved)} = R", "R.clear()"] if saved else []
     body = _body(writer, halves.backward, joint.flat[joint.count :], freed=halves.saved)
-    grads = ", ".join(g.name if g is not None else "None" for g in joint.grads)
-    writer.function("backward", ["P", "R", *tangents], bind + body, f"{_tuple(joint.parts)}, [{grads}]")
-    _direct(writer, halves, tangents, bind, own)
+    writer.function("backward", ["P", "R", *tangents], bind + body, f"{_tuple(joint.parts)}, {_grads(joint)}")
+    direct = _Direct(halves.backward, joint.parts, halves.saved)
+    _direct(writer, joint, direct, ["P", "R", "G", *tangents], bind, own)
+    code, text = _functions(writer)
+    shares = watched(halves.saved, joint.inputs, joint.outputs)
+    part = functools.partial(_parted, halves, own, tangents, held, bind)
+    return GraphCode(**code, text=text, backend="fx", watched=shares, part=part)
+
+
+def _functions(writer: Writer) -> tuple[dict[str, Run], str]:
+    """The functions that were written, by name, and their text."""
     text = "\n".join(writer.lines)
     space = dict(writer.names)
     exec(compile(text, "<unit graph>", "exec"), space)
-    shares = watched(halves.saved, joint.inputs, joint.outputs)
-    return GraphCode(**{name: space[name] for name in FUNCTIONS}, text=text, backend="fx", watched=shares)
+    return {name: space[name] for name in writer.functions}, text
 
 
-def _direct(writer: Writer, halves: Halves, tangents: list[str], bind: list[str], numbers: Sequence[int]) -> None:
-    """The backward that writes gradients into the flat gradients."""
-    joint, grads = halves.joint, halves.joint.grads
+def _grads(joint: Joint) -> str:
+    return f"[{', '.join(g.name if g is not None else 'None' for g in joint.grads)}]"
+
+
+def _parted(halves: Halves, own: Sequence[int], tangents: list[str], params: list[str], bind: list[str]) -> PartedCode:
+    """Write a backward in two parts, of which the first has the nodes that gradients of inputs need, and no others."""
+    joint, writer = halves.joint, Writer(halves.joint.module)
+    early, late = in_two(halves.backward, joint.parts)
+    grads = [grad for grad in joint.grads if grad is not None]
+    there = {*joint.leaves, *halves.hoisted, *late}
+    left = [node for node in joint.graph.nodes if node in {*sources(late), *grads} and node not in there]
+    body = _body(writer, early, [*joint.parts, *left], freed=halves.saved)
+    result = f"{_tuple(joint.parts)}, [{', '.join(_names(left))}]"
+    writer.function("first", ["P", "R", *tangents], bind + body, result)
+    bind = params + ([f"{_tuple(left)} = K", "K.clear()"] if left else [])
+    writer.function("second", ["P", "K"], bind + _body(writer, late, grads, freed=left), _grads(joint))
+    _direct(writer, joint, _Direct(late, (), left), ["P", "K", "G"], bind, own)
+    return PartedCode(**_functions(writer)[0])
+
+
+class _Direct(NamedTuple):
+    """A backward, or its second part, that writes gradients into the flat gradients: its nodes, results and inputs."""
+
+    nodes: Sequence[fx.Node]
+    parts: Sequence[fx.Node]
+    freed: Sequence[fx.Node]
+
+
+def _direct(
+    writer: Writer, joint: Joint, what: _Direct, arguments: list[str], bind: list[str], numbers: Sequence[int]
+) -> None:
+    """Write the function ``direct``, and ``targets``, the views that it writes to."""
+    grads, computed = joint.grads, frozenset(what.nodes)
     roots: dict[fx.Node, str] = {}
     views: dict[str, str] = {}
     copied: dict[str, fx.Node] = {}
@@ -121,7 +172,7 @@ def _direct(writer: Writer, halves: Halves, tangents: list[str], bind: list[str]
         views[name] = f"gs[{place}]"
         if grad is None:
             zeros.append(name)
-        elif root is not None and root not in roots:
+        elif root in computed and root not in roots:
             roots[root] = name
             views[name] += f".view({tuple(value(root).shape)})"
         else:
@@ -129,18 +180,18 @@ def _direct(writer: Writer, halves: Halves, tangents: list[str], bind: list[str]
     names = _join(list(views))
     writer.function("targets", ["gs"], [f"{name} = {view}" for name, view in views.items()], names)
     dropped = {node for root in roots for node in _chain(root)}
-    nodes = [node for node in halves.backward if node not in dropped]
+    nodes = [node for node in what.nodes if node not in dropped]
     lines = [f"{names} = G"] if views else []
-    lines += bind + _body(writer, nodes, [*joint.parts, *copied.values()], roots, halves.saved)
+    lines += bind + _body(writer, nodes, [*what.parts, *copied.values()], roots, what.freed)
     if copied:
         into, given = ", ".join(copied), ", ".join(_names(copied.values()))
         lines.append(f"{writer.constant(foreach_copy_, 'f')}([{into}], [{given}])")
     if zeros:
         lines.append(f"{writer.constant(foreach_zero_, 'f')}([{', '.join(zeros)}])")
-    writer.function("direct", ["P", "R", "G", *tangents], lines, _tuple(joint.parts))
+    writer.function("direct", arguments, lines, _tuple(what.parts))
 
 
-def _root(grad: fx.Node, joint: Any) -> fx.Node | None:
+def _root(grad: fx.Node, joint: Joint) -> fx.Node | None:
     """The op that can write this gradient into the flat gradient; None if another op reads its result."""
     node = grad
     while is_view(node) and len(node.users) == 1:

@@ -2,13 +2,13 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from fshard.runtime.graphs.emit import GraphCode
+from fshard.runtime.graphs.emit import GraphCode, PartedCode
 from fshard.runtime.graphs.partition import Halves, cut
 from fshard.runtime.graphs.trace_unit import GraphResult, Joint, Place, Source, Tangents, UntraceableUnit, trace
 from fshard.torch_internals import BelowAutograd, DisableAutocast, any_autocast
@@ -64,6 +64,7 @@ class Graph:
     variants: dict[Tangents, Variant | None]  # the backwards; None where that of the first trace serves
     waiting: list[Tangents]  # the patterns for which it has not been compared with the unit yet
     refused: str = ""  # why it is no longer used
+    parted: dict[GraphCode, PartedCode] = field(default_factory=dict)  # backwards that have run in two parts
 
     def __post_init__(self) -> None:
         self.wanted = tuple(i for i, out in enumerate(self.result.outputs) if out.requires_grad)

@@ -20,6 +20,8 @@ import torch
 from torch import Tensor
 
 from fshard import tree
+from fshard.errors import UnitError
+from fshard.runtime.graphs.emit import PartedCode
 from fshard.runtime.graphs.graph import Graph, Variant, kernels_only
 from fshard.runtime.graphs.trace_unit import GraphResult, Place, Tangents
 from fshard.torch_internals import DisableAutocast
@@ -268,6 +270,25 @@ def strays(
             parts, own = one.code.backward(params, list(saved), *tangents)
             found.append(_totals(graph, one, parts, [own[n] for n in graph.own]))
     return any(_finite_parts_differ(usual, found[1][place]) for place, usual in found[0].items())
+
+
+def proved_parts(
+    graph: Graph, variant: Variant, params: Any, saved: Sequence[Tensor], tangents: Sequence[Tensor]
+) -> PartedCode:
+    """The backward in two parts, after both have computed what the whole one computes.
+
+    Raises:
+        UnitError: they compute something else.
+    """
+    code = variant.code.part()
+    with kernels_only():
+        parts, own = variant.code.backward(params, list(saved), *tangents)
+        first, left = code.first(params, list(saved), *tangents)
+        second = code.second(params, left)
+    for one, other in zip((*parts, *own), (*first, *second), strict=True):
+        if found := apart(one, other, graph.code.backend == "fx"):
+            raise UnitError(f"a gradient of graph {graph.number} {found} if its backward runs in two parts")
+    return code
 
 
 def _finite_parts_differ(usual: Tensor | None, got: Tensor | None) -> bool:

@@ -5,6 +5,7 @@ the backward computes cheap pointwise ops again instead of saving their results.
 numbers come from the ops that eager PyTorch uses, so they are the same.
 """
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -13,8 +14,8 @@ from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from fshard.runtime.engine.fake_fallback import quiet
-from fshard.runtime.graphs.emit import GraphCode, emit
-from fshard.runtime.graphs.partition import Halves, value, watched
+from fshard.runtime.graphs.emit import GraphCode, PartedCode, emit
+from fshard.runtime.graphs.partition import Halves, in_two, sources, value, watched
 from fshard.runtime.graphs.trace_unit import Joint, UntraceableUnit
 from fshard.torch_internals import (
     compile_fx_inner,
@@ -36,13 +37,17 @@ def compile_halves(halves: Halves, own: Sequence[int], saved: Sequence[str] | No
         return emit(halves, own, saved)
     if saved is not None:
         raise UntraceableUnit("compiled once, for gradients of the usual strides")
-    with config.patch({**SETTINGS, "cpp_wrapper": _from_cpp(halves.joint)}):
+    with _settings(joint):
         whole = _decomposed(joint)
         if any(node is not None for node in joint.tangents):
             first, second = min_cut_rematerialization_partition(whole, (), num_fwd_outputs=joint.count)
         else:
             first, second = whole, None
         return _Compiled(joint, first, second, own).code()
+
+
+def _settings(joint: Joint) -> Any:
+    return config.patch({**SETTINGS, "cpp_wrapper": _from_cpp(joint)})
 
 
 def _decomposed(joint: Joint) -> fx.GraphModule:
@@ -92,6 +97,7 @@ class _Compiled:
         if second is not None:
             names = [*(node.name for node in made), *(f"primals_{n + 1}" for n in self.inputs)]
             self.order = _order(second, holders, names)
+            self.two = functools.partial(_in_two, second, self.parts, joint)
             self.second = _Half(second, backward=True)
 
     # The functions of a ``Code``.
@@ -108,22 +114,56 @@ class _Compiled:
 
     def direct(self, params: Sequence[Tensor], saved: list[Any], into: list[Tensor], *tangents: Tensor) -> Any:
         out = self._backward(params, saved, tangents)
-        if self.filled:
-            foreach_copy_(into if not self.zeros else [into[n] for n in self.filled], list(out[self.parts :]))
-        if self.zeros:
-            foreach_zero_([into[n] for n in self.zeros])
+        self._fill(into, out[self.parts :])
         return out[: self.parts]
 
+    def _fill(self, into: list[Tensor], grads: Sequence[Tensor]) -> None:
+        if self.filled:
+            foreach_copy_(into if not self.zeros else [into[n] for n in self.filled], list(grads))
+        if self.zeros:
+            foreach_zero_([into[n] for n in self.zeros])
+
     def _backward(self, params: Sequence[Tensor], saved: list[Any], tangents: Sequence[Tensor]) -> Any:
+        return self.second.run(self._arguments(params, saved, tangents))
+
+    def _arguments(self, params: Sequence[Tensor], saved: list[Any], tangents: Sequence[Tensor]) -> list[Tensor]:
         arguments = [saved[n] if n >= 0 else params[-1 - n] for n in self.order]  # tangents come last
         saved.clear()
-        return self.second.run([*arguments, *tangents])
+        return [*arguments, *tangents]
+
+    def part(self) -> PartedCode:
+        """Compile the backward in two parts."""
+        one, other, given = self.two()
+
+        def first(params: Sequence[Tensor], saved: list[Any], *tangents: Tensor) -> tuple[Any, list[Any]]:
+            arguments = self._arguments(params, saved, tangents)
+            left = [arguments[n] for n in given]
+            out = one.run(arguments)
+            return out[: self.parts], [*left, *out[self.parts :]]
+
+        def second(params: Sequence[Tensor], left: list[Any]) -> list[Tensor | None]:
+            grads = iter(_emptied(other, left))
+            return [next(grads) if present else None for present in self.present]
+
+        def direct(params: Sequence[Tensor], left: list[Any], into: list[Tensor]) -> tuple[()]:
+            self._fill(into, _emptied(other, left))
+            return ()
+
+        return PartedCode(first, second, list, direct)
 
     def code(self) -> GraphCode:
         """These as the functions of a graph."""
         watched = tuple(n - self.leaves for n in self.inputs), self.watched
         return GraphCode(
-            tuple, self.forward, self.backward, list, self.direct, "compiled by Inductor", "inductor", watched
+            tuple,
+            self.forward,
+            self.backward,
+            list,
+            self.direct,
+            "compiled by Inductor",
+            "inductor",
+            watched,
+            self.part,
         )
 
 
@@ -136,6 +176,46 @@ def _order(backward: fx.GraphModule, leaves: Mapping[str, int], saved: Sequence[
     place |= {name: number for number, name in enumerate(saved)}
     taken = (node.name for node in backward.graph.find_nodes(op="placeholder"))
     return [place[name] for name in taken if not name.startswith("tangents_")]
+
+
+def _in_two(backward: fx.GraphModule, parts: int, joint: Joint) -> tuple["_Half", "_Half", list[int]]:
+    """Compile a backward in two parts.
+
+    Returns:
+        Both, and the numbers of the arguments of the first that the second takes, too, before what the first leaves.
+    """
+    holders = backward.graph.find_nodes(op="placeholder")
+    flat: Any = backward.graph.output_node().args[0]
+    body = [node for node in backward.graph.nodes if node.op not in ("placeholder", "output")]
+    early, late = in_two(body, flat[:parts])
+    read = [node for node in backward.graph.nodes if node in {*sources(late), *flat[parts:]} and node not in late]
+    given = [number for number, node in enumerate(holders) if node in read]
+    made = [node for node in read if node.op != "placeholder"]
+    with _settings(joint):
+        one = _Half(_cut_out(backward, holders, early, [*flat[:parts], *made]), backward=True)
+        other = _Half(_cut_out(backward, [*[holders[n] for n in given], *made], late, flat[parts:]), backward=True)
+    return one, other, given
+
+
+def _cut_out(
+    module: fx.GraphModule, inputs: Sequence[fx.Node], nodes: Sequence[fx.Node], outputs: Sequence[fx.Node]
+) -> fx.GraphModule:
+    """A graph of some nodes of another one."""
+    graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
+    for node in inputs:
+        copies[node] = graph.placeholder(node.name)
+        copies[node].meta = dict(node.meta)
+    for node in nodes:
+        copies[node] = graph.node_copy(node, copies.__getitem__)
+    graph.output(tuple([copies[node] for node in outputs]))
+    return fx.GraphModule(module, graph)
+
+
+def _emptied(half: "_Half", left: list[Any]) -> Any:
+    """Run the second part of a backward on what the first one left, which it lets go of."""
+    arguments = [*left]
+    left.clear()
+    return half.run(arguments)
 
 
 class _Half:

@@ -86,6 +86,18 @@ def _again(wanted: set[fx.Node], kept: set[fx.Node]) -> set[fx.Node]:
     return found
 
 
+def in_two(nodes: Sequence[fx.Node], results: Iterable[fx.Node]) -> tuple[list[fx.Node], list[fx.Node]]:
+    """Part the nodes of a backward in those that some results need, and the others; all are needed if any writes."""
+    if not all(map(is_pure, nodes)):
+        return [*nodes], []
+    needed = set(results)
+    for node in reversed(nodes):
+        if node in needed:
+            needed.update(node.all_input_nodes)
+    needed.update(node for node in nodes if node.target is operator.getitem and node.args[0] in needed)
+    return [node for node in nodes if node in needed], [node for node in nodes if node not in needed]
+
+
 def sources(nodes: Iterable[fx.Node]) -> set[fx.Node]:
     """The nodes whose results these nodes read."""
     return {source for node in nodes for source in node.all_input_nodes}

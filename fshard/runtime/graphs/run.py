@@ -1,5 +1,6 @@
 """Runs graphs: a unit's call becomes one node of autograd's graph."""
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
@@ -9,8 +10,9 @@ from torch import Tensor
 from fshard import tree
 from fshard.errors import UnitError
 from fshard.runtime.engine import Mispredicted, SavedView
+from fshard.runtime.graphs.emit import GraphCode, PartedCode
 from fshard.runtime.graphs.graph import Graph, Variant, kernels_only, resolved
-from fshard.runtime.graphs.graph_proof import strays
+from fshard.runtime.graphs.graph_proof import proved_parts, strays
 from fshard.runtime.memory.slots import storage_of
 
 Claim = Callable[[Sequence[tuple[int, bool]]], bool]
@@ -34,6 +36,10 @@ class GraphHost(Protocol):
     def leave_backward(self, shared: bool) -> None:
         """A unit's backward ends; with ``shared`` some of its gradients are still on leaves."""
 
+    @property
+    def late(self) -> dict[tuple[str, int], Callable[[], None]] | None:
+        """Takes what computes gradients of leaves later, by call, in the first part of a backward."""
+
     def deliver(self, group: int, numbers: list[int], grads: list[Tensor | None]) -> None:
         """Add gradients of leaves to a group's flat gradient."""
 
@@ -53,7 +59,7 @@ class Bound:
         self.places = places
         self.grads = [grads[places[n][0]][places[n][1]] for n in graph.own] if grads else []
         self.claims = [(group, len(numbers) == len(grads[group])) for group, numbers in self.own.items()]
-        self.targets: dict[Variant, Any] = {}
+        self.targets: dict[GraphCode | PartedCode, Any] = {}
         self.shared = any(kind == "leaf" for kind, _ in graph.edges)
         self.anchor = [leaves[graph.own[0]]] if graph.own else []
         self.single = graph.result.leaves == (("out", 0),) and tree.flatten(0)[1] == graph.result.spec
@@ -66,11 +72,11 @@ class Bound:
             self.epoch = epoch
         return self.views
 
-    def into(self, variant: Variant) -> Any:
+    def into(self, code: GraphCode | PartedCode) -> Any:
         """The views of the flat gradients that a backward writes."""
-        found = self.targets.get(variant)
+        found = self.targets.get(code)
         if found is None:
-            found = self.targets[variant] = variant.code.targets(self.grads)
+            found = self.targets[code] = code.targets(self.grads)
         return found
 
     def result(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> Any:
@@ -83,11 +89,12 @@ class Bound:
 class GraphCall:
     """One call of a unit, with what its backward needs."""
 
-    __slots__ = ("bound", "claim", "host", "index", "name", "saved", "watched")
+    __slots__ = ("bound", "claim", "host", "index", "name", "parts", "saved", "watched")
 
     def __init__(self, bound: Bound, host: GraphHost, claim: Claim, name: str, index: int) -> None:
         self.bound, self.host, self.claim, self.name, self.index = bound, host, claim, name, index
         self.saved: list[Any] | None = None
+        self.parts: Sequence[Tensor | None] | None = None  # gradients of edges, from the first part of a backward
         self.watched: list[tuple[Tensor, int]] = []
 
     def run(self, inputs: Sequence[Tensor], anchored: bool) -> Any:
@@ -137,19 +144,14 @@ class GraphCall:
         """Run the backward; return the gradients for the edges of the node."""
         if torch.is_grad_enabled() or not self.host.enter_backward(self.name, self.index):
             raise Mispredicted(f"the program differentiates unit {self.name} itself")
+        if self.parts is not None:  # the second part asks for the gradients of leaves that several calls read
+            return self.parts
         saved, self.saved = self.saved, None
         if saved is None:
             raise UnitError(
                 f"unit {self.name} is differentiated twice, but its first backward freed what its forward saved"
             )
-        for tensor, version in self.watched:
-            if tensor._version != version:
-                raise RuntimeError(
-                    f"one of the variables needed for gradient computation has been modified by an inplace operation: "
-                    f"an argument or a result of unit {self.name}, of shape {list(tensor.shape)}, is at version "
-                    f"{tensor._version}; expected version {version} instead"
-                )
-        self.watched.clear()
+        self._check_unwritten()
         saved = [x.tensor() if isinstance(x, SavedView) else x for x in saved]
         graph = self.bound.graph
         grads = resolved(grads)
@@ -158,23 +160,64 @@ class GraphCall:
             if strays(graph, new, self.bound.params(self.host.epoch), saved, grads):
                 graph.refuse("a backward for gradients of other strides gives other numbers", pattern)
         variant, tangents = graph.variant(grads, pattern)
-        parts = self._run(variant, saved, tangents)
+        if (late := self.host.late) is not None:
+            late[self.name, self.index] = functools.partial(self._run_second, variant)
+            found = variant.arrange(self._run_first(variant, saved, tangents))
+            self.parts = [x if kind == "leaf" else None for (kind, _), x in zip(graph.edges, found, strict=True)]
+        else:
+            found = variant.arrange(self._run(variant.code, saved, tangents))
         self.host.leave_backward(self.bound.shared)
-        return variant.arrange(parts)
+        return found
 
-    def _run(self, variant: Variant, saved: list[Any], tangents: Sequence[Any]) -> Sequence[Tensor]:
+    def _check_unwritten(self) -> None:
+        """Refuse a backward of tensors that were written to."""
+        for tensor, version in self.watched:
+            if tensor._version != version:
+                raise RuntimeError(
+                    f"one of the variables needed for gradient computation has been modified by an inplace operation: "
+                    f"an argument or a result of unit {self.name}, of shape {list(tensor.shape)}, is at version "
+                    f"{tensor._version}; expected version {version} instead"
+                )
+        self.watched.clear()
+
+    def _run_first(self, variant: Variant, saved: list[Any], tangents: Sequence[Any]) -> Sequence[Tensor]:
+        """Run the first part of a backward."""
+        graph, params = self.bound.graph, self.bound.params(self.host.epoch)
+        if variant.code not in graph.parted:
+            graph.parted[variant.code] = proved_parts(graph, variant, params, saved, tangents)
+        parts: Sequence[Tensor]
+        with kernels_only():
+            parts, self.saved = graph.parted[variant.code].first(params, saved, *tangents)
+        return parts
+
+    def _run_second(self, variant: Variant) -> None:
+        """Run the second part of a backward, with what the first one left."""
+        bound, code = self.bound, self.bound.graph.parted[variant.code]
+        params = bound.params(self.host.epoch)
+        if self.claim(bound.claims):
+            with kernels_only():
+                code.direct(params, self.saved, bound.into(code))
+            return
+        with kernels_only():
+            grads = code.second(params, self.saved)
+        self._deliver(grads)
+
+    def _run(self, code: GraphCode, saved: list[Any], tangents: Sequence[Any]) -> Sequence[Tensor]:
         bound = self.bound
         params = bound.params(self.host.epoch)
         parts: Sequence[Tensor]
         if self.claim(bound.claims):
             with kernels_only():
-                parts = variant.code.direct(params, saved, bound.into(variant), *tangents)
+                parts = code.direct(params, saved, bound.into(code), *tangents)
             return parts
         with kernels_only():
-            parts, grads = variant.code.backward(params, saved, *tangents)
-        for group, numbers in bound.own.items():
-            self.host.deliver(group, [bound.places[n][1] for n in numbers], [grads[n] for n in numbers])
+            parts, grads = code.backward(params, saved, *tangents)
+        self._deliver(grads)
         return parts
+
+    def _deliver(self, grads: Sequence[Tensor | None]) -> None:
+        for group, numbers in self.bound.own.items():
+            self.host.deliver(group, [self.bound.places[n][1] for n in numbers], [grads[n] for n in numbers])
 
 
 class Node(torch.autograd.Function):

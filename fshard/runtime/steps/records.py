@@ -37,6 +37,7 @@ class StepRequest(NamedTuple):
         loss_scale: what the loss is multiplied by for the backward.
         seed: in a graph, the gradient of a loss from which its backward starts.
         feedback: what residuals are multiplied by when they are added to gradients.
+        normed: whether anybody reads the norm of the gradient; the same on all ranks.
         rules: the number of sets of leaves of which norms are asked for.
         rule_norms: gives these norms when gradients are complete, from those of all groups by their ids.
         stop: whether this rank asks all ranks to stop after this step.
@@ -53,6 +54,7 @@ class StepRequest(NamedTuple):
     loss_scale: float = 1.0
     seed: Tensor | None = None
     feedback: float = 1.0
+    normed: bool = True
     rules: int = 0
     rule_norms: Callable[[Mapping[int, tuple[float, Tensor]]], Sequence[RuleNorms]] = lambda norms: ()
     stop: bool = False

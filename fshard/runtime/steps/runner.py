@@ -339,11 +339,11 @@ class Runner:
         """The norms of complete gradients: of each group, and of the leaves of each rule that asks for one."""
         given, gradients = ready.request, ready.prepared.actions.gradients
         gradients.complete()
-        norms = {group: (gradients.shares[group], norm) for group, norm in gradients.all_norms().items()}
-        if not given.rules:
-            return [*norms.values()], ()
-        gradients.arrive()
-        return [*norms.values()], given.rule_norms(norms)
+        taken = gradients.all_norms() if given.normed else {}
+        norms = {group: (gradients.shares[group], norm) for group, norm in taken.items()}
+        if given.rules:
+            gradients.arrive()
+        return [*norms.values()], given.rule_norms(norms) if given.rules else ()
 
     def _learn(self, agreed: Agreed, executor: OnDemand, weighted: bool) -> None:
         """Write down the program that a run on demand has found, for a schedule."""

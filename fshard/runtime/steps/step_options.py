@@ -12,6 +12,7 @@ from fshard.optim import checks
 from fshard.optim.base import Optimizer
 from fshard.optim.contract import contract
 from fshard.optim.scaling import LossScale
+from fshard.runtime.engine.buckets import Buckets
 from fshard.runtime.engine.remat_rules import NO_REMAT, Remat, read_remat
 from fshard.runtime.steps.clip import Clip
 from fshard.schedule.auto import Auto
@@ -27,6 +28,7 @@ class RunOptions:
     debug: bool
     compile: str | None = None
     remat: Remat = NO_REMAT
+    buckets: Buckets | None = None
 
     @property
     def graph(self) -> bool:
@@ -39,11 +41,18 @@ class RunOptions:
 
     def told(self) -> dict[str, Any]:
         """Return what must be equal on all ranks."""
-        return {"schedule": self.policy, "remat": self.remat.rules, "debug": self.debug, "compile": self.compile}
+        told = {"schedule": self.policy, "remat": self.remat.rules, "debug": self.debug, "compile": self.compile}
+        return told if self.buckets is None else told | {"buckets": self.buckets}
 
 
 def read_running(
-    schedule: Any, debug: Any, compile: str | None = None, remat: Any = None, *, updates: bool = False
+    schedule: Any,
+    debug: Any,
+    compile: str | None = None,
+    remat: Any = None,
+    *,
+    updates: bool = False,
+    buckets: Buckets | None = None,
 ) -> RunOptions:
     """The options of running, as a user gives them.
 
@@ -53,6 +62,7 @@ def read_running(
         compile: the backend, which ``make_cache`` knows.
         remat: what ``read_remat`` reads.
         updates: whether there are updates, which may happen in the backward.
+        buckets: the sizes to which batches are padded; None for none.
 
     Raises:
         PlanError: an invalid option.
@@ -66,7 +76,7 @@ def read_running(
         raise PlanError(f"schedule={schedule!r}: only fs.make_train_step can update in the backward")
     if not updates and isinstance(policy, Policy) and policy.graph != "none":
         raise PlanError(f"schedule={schedule!r}: only fs.make_train_step captures graphs")
-    return RunOptions(policy, debug, compile, read_remat(remat))
+    return RunOptions(policy, debug, compile, read_remat(remat), buckets)
 
 
 SKIPS = 10
