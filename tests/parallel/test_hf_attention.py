@@ -378,17 +378,15 @@ BAD: dict[str, tuple[Callable[[], Any], tuple[str, ...]]] = {
 
 @pytest.mark.parametrize("name", BAD)
 def test_what_is_not_computed_is_refused_on_all_ranks(name: str) -> None:
-    call, says = BAD[name]
-    mesh = fs.virtual_mesh((2,), ("cp",))
+    (call, says), mesh = BAD[name], fs.virtual_mesh((2,), ("cp",))
 
     def on_a_rank() -> str:
         with c.use_mesh(mesh), pytest.raises(fs.errors.PlanError) as caught:
             call()
         return str(caught.value)
 
-    ranks = mesh.run(on_a_rank)
-    assert ranks[0] == ranks[1]
-    assert not [part for part in says if part not in ranks[0]], ranks[0]
+    one, other = mesh.run(on_a_rank)
+    assert one == other and not [part for part in says if part not in one], one
 
 
 def test_a_window_that_is_as_long_as_the_sequence_is_none() -> None:
