@@ -93,7 +93,10 @@ class Linear(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        ctx.op = inputs[1]
+        x, ctx.op = inputs
+        # PyTorch makes a batch of a tangent where its memory lies otherwise than its primal's, on some ranks and not on
+        # others: added to each, a zero of the primal's batch makes all of them one.
+        ctx.zero = _zero_of_batch(x)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
@@ -101,7 +104,7 @@ class Linear(torch.autograd.Function):
 
     @staticmethod
     def jvp(ctx: Any, tangent: Tensor, _: None) -> Tensor:
-        return apply(tangent, ctx.op.pushforward())
+        return apply(tangent if ctx.zero is None else tangent + ctx.zero, ctx.op.pushforward())
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[int, None], x: Tensor, op: LinearCollective) -> tuple[Tensor, int]:
@@ -316,6 +319,18 @@ class Max(LinearCollective):
 
     def pushforward(self) -> LinearCollective:
         raise no_derivative()
+
+
+def _zero_of_batch(x: Tensor) -> Tensor | None:
+    """A zero with the batch dims of a tensor under vmap; None of another tensor."""
+    if not any(level.key() == functorch.TransformType.Vmap for level in functorch.get_interpreter_stack() or ()):
+        return None
+    zero = x.detach().new_zeros(())
+    while functorch.is_functorch_wrapped_tensor(zero):
+        if functorch.is_batchedtensor(zero):
+            return zero
+        zero = functorch.get_unwrapped(zero)  # a derivative that began inside of the vmap
+    return None
 
 
 def differentiable(x: Any) -> bool:
