@@ -44,9 +44,7 @@ SCOPE: ContextVar[Scope | None] = ContextVar("fshard_scope", default=None)
 
 
 @contextmanager
-def bind(
-    mesh: Mesh, implicit: Axes, ties: Any = None, running: Any = None, single: bool = False
-) -> Iterator[None]:
+def bind(mesh: Mesh, implicit: Axes, ties: Any = None, running: Any = None, single: bool = False) -> Iterator[None]:
     """Bind the axes of a mesh; every value inside is varying over the ``implicit`` ones."""
     token = SCOPE.set(Scope(mesh, implicit, ties, running, single))
     try:

@@ -104,9 +104,7 @@ def draw_nest(draw: random.Random) -> tuple[str, ...]:
     base = draw.choices([*BASES], weights=[6, 2, 1, 2, 2, 1])[0]
     (kind, orders), nest = BASES[base], [base]
     for _ in range(draw.randint(0, 4)):
-        fitting = [
-            name for name, layer in LAYERS.items() if layer.takes == kind and orders + layer.orders <= ORDERS
-        ]
+        fitting = [name for name, layer in LAYERS.items() if layer.takes == kind and orders + layer.orders <= ORDERS]
         name = draw.choice(fitting)
         nest.append(name)
         kind, orders = LAYERS[name].gives, orders + LAYERS[name].orders
