@@ -11,6 +11,15 @@ def unbound_axis(axis: object) -> AxisError:
     )
 
 
+def mixed_samples(axes: tuple[str, ...]) -> TransformError:
+    """A loss of single samples asked for a collective between ranks with other samples."""
+    return TransformError(
+        f"a collective over axis {' and '.join(map(repr, axes))} in a loss of single samples: it would mix one sample "
+        f"of each rank along the axis. Compute what samples share before, and give it with the batch, or take "
+        f"fs.value_and_grad, whose loss sees all of them"
+    )
+
+
 def wrapped(what: str) -> TransformError:
     """A tensor wrapped by a transform was given to a function of plain data."""
     return TransformError(

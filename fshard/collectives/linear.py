@@ -97,22 +97,32 @@ class Linear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return apply(grad, ctx.op.transpose()), None
+        return again(grad, ctx.op.transpose()), None
 
     @staticmethod
     def jvp(ctx: Any, tangent: Tensor, _: None) -> Tensor:
-        return apply(tangent, ctx.op.pushforward())
+        return again(tangent, ctx.op.pushforward())
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[int, None], x: Tensor, op: LinearCollective) -> tuple[Tensor, int]:
         """One collective for the whole batch."""
-        return apply(x.movedim(in_dims[0], 0), op), 0
+        return again(x.movedim(in_dims[0], 0), op), 0
+
+
+def again(x: Tensor, op: LinearCollective) -> Tensor:
+    """A collective inside of a rule: alone, since PyTorch does not differentiate other operators there once more."""
+    result: Tensor = Linear.apply(x, op)  # type: ignore[no-untyped-call]
+    return result
 
 
 def apply(x: Tensor, op: LinearCollective) -> Tensor:
     """A linear collective of a tensor, differentiable."""
-    result: Tensor = Linear.apply(x, op)  # type: ignore[no-untyped-call]
-    return result
+    kinds = [level.key() for level in functorch.get_interpreter_stack() or ()]
+    if op.sends and functorch.TransformType.Jvp in kinds and functorch.TransformType.Vmap in kinds:
+        # PyTorch makes a batch of a tangent whose memory lies otherwise than its primal's, on some ranks and not on
+        # others. Times a one of the primal's batch, all of them are.
+        x = x * x.new_ones(())
+    return again(x, op)
 
 
 @dataclass(frozen=True)

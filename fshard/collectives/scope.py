@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fshard.arguments import described, expect, kind
-from fshard.collectives.collective_refusals import unbound_axis
+from fshard.collectives.collective_refusals import mixed_samples, unbound_axis
 from fshard.collectives.ranks import Ranks
 from fshard.errors import AxisError, unknown_axis
 from fshard.runtime.comm.communicator import SingleRankTransport
@@ -28,13 +28,15 @@ class Scope:
     Every value inside is varying over the axes ``implicit``: a collective's result that is invariant over them becomes
     varying at once. (JAX inserts the same ``pvary`` where an invariant value meets a varying one, which its tracer
     sees and ordinary PyTorch code does not show.) ``ties`` are those of a ``shard_map`` under way, and
-    ``running`` is the step function under way.
+    ``running`` is the step function under way. ``single`` is whether
+    values are those of single samples, which collectives over the axes ``implicit`` would mix.
     """
 
     mesh: Mesh
     implicit: Axes
     ties: Any = None
     running: Any = None
+    single: bool = False
 
 
 # The one context variable of the package: the calls around, in this thread, bind a mesh.
@@ -42,9 +44,9 @@ SCOPE: ContextVar[Scope | None] = ContextVar("fshard_scope", default=None)
 
 
 @contextmanager
-def bind(mesh: Mesh, implicit: Axes, ties: Any = None, running: Any = None) -> Iterator[None]:
+def bind(mesh: Mesh, implicit: Axes, ties: Any = None, running: Any = None, single: bool = False) -> Iterator[None]:
     """Bind the axes of a mesh; every value inside is varying over the ``implicit`` ones."""
-    token = SCOPE.set(Scope(mesh, implicit, ties, running))
+    token = SCOPE.set(Scope(mesh, implicit, ties, running, single))
     try:
         yield
     finally:
@@ -118,6 +120,7 @@ def resolve(axis: AxisName, mesh: Mesh | None = None) -> Ranks:
 
     Raises:
         AxisError: no mesh is in scope, or it has no such axis, or an axis is named twice.
+        TransformError: ranks along it have samples of their own, which the function treats one by one.
     """
     if isinstance(axis, Mesh):
         raise AxisError(f"axis is {described(axis)}: give the name of a mesh axis; a mesh goes by name, mesh=")
@@ -130,6 +133,9 @@ def resolve(axis: AxisName, mesh: Mesh | None = None) -> Ranks:
             raise unknown_axis(name, mesh.axis_names)
     if not axes or len(set(axes)) < len(axes):
         raise AxisError(f"axis={axis!r}: name at least one axis, and none twice; the mesh has {mesh.axis_names}")
+    scope = SCOPE.get()
+    if scope is not None and scope.single and not set(axes).isdisjoint(implicit):
+        raise mixed_samples(axes)
     return group_of(axes, mesh, implicit)
 
 

@@ -113,6 +113,18 @@ def glu(input: Tensor, dim: int = -1) -> Tensor:
     return first * second.sigmoid()
 
 
+def silu(input: Tensor, inplace: bool = False) -> Tensor:
+    return _written(input, input * input.sigmoid(), inplace)
+
+
+def mish(input: Tensor, inplace: bool = False) -> Tensor:
+    return _written(input, input * F.softplus(input).tanh(), inplace)
+
+
+def _written(input: Tensor, value: Tensor, inplace: bool) -> Tensor:
+    return input.copy_(value) if inplace else value
+
+
 def weight_norm(v: Tensor, g: Tensor, dim: int = 0) -> Tensor:
     return v * (g / torch.norm_except_dim(v, 2, dim))
 
@@ -203,6 +215,10 @@ def _third(under: Transforms) -> bool:
     return under.nested or under.order > 2
 
 
+def _twice(under: Transforms) -> bool:
+    return under.forward > 1
+
+
 def _second(under: Transforms) -> bool:
     return under.forward > 0 or under.order > 1
 
@@ -231,6 +247,9 @@ RULES: Mapping[Op, OperatorRule] = {
     F.huber_loss: OperatorRule(_forward, huber_loss),
     F.soft_margin_loss: OperatorRule(_forward, soft_margin_loss),
     F.glu: OperatorRule(_forward, glu),
+    # A formula for a forward derivative that has none itself, where PyTorch makes no graph.
+    F.silu: OperatorRule(_twice, silu),
+    F.mish: OperatorRule(_twice, mish),
     F.grid_sample: OperatorRule(_forward),
     torch.grid_sampler: OperatorRule(_forward),
     F.scaled_dot_product_attention: OperatorRule(_second, attention),

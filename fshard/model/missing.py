@@ -8,7 +8,7 @@ from fshard.errors import TransformError
 
 MISSING = re.compile(
     r"derivative for '?(?:aten::)?(?P<op>\w+)'? is not implemented"
-    r"|use forward AD with (?P<forward>\w+) that does not support it"
+    r"|use forward AD with (?:aten::)?(?P<forward>\w+) that does not support it"
     r"|function '(?P<by>\w+)' is not differentiable with respect to argument '(?P<argument>\w+)'"
 )
 """PyTorch's errors about operators without a derivative."""

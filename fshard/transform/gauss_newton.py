@@ -13,7 +13,7 @@ from fshard import tree
 from fshard.arguments import Want, expect
 from fshard.collectives.linear import LinearSum, apply
 from fshard.collectives.ranks import Ranks
-from fshard.collectives.scope import cutting
+from fshard.collectives.scope import bind, cutting
 from fshard.model.remat_function import exact
 from fshard.runtime.comm import collective_call
 from fshard.runtime.engine import read_loss
@@ -80,7 +80,7 @@ class GaussNewtonProduct(MayBeScheduled):
             fixed = gather_some(self.plan, rest, False)
 
             def outputs(p: Flat) -> Any:
-                with exact():
+                with exact(), bind(self.plan.mesh, self.plan.data_axes):
                     return self.predict(tree.nest({path: {**fixed, **p}[path] for path in self.plan.leaves}), batch)
 
             pushed: Any = self.pushing.run(
@@ -136,7 +136,7 @@ class GaussNewtonProduct(MayBeScheduled):
 
     def _share(self, batch: Any, out: Any) -> Tensor:
         """This rank's part of the mean."""
-        with exact():
+        with exact(), bind(self.plan.mesh, self.plan.data_axes):
             loss = read_loss(self.loss_fn(out, batch))
         count = torch.as_tensor(1.0 if loss.count is None else loss.count, device=loss.total.device)
         count = count.detach().to(loss.total)

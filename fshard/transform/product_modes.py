@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
+from fshard.errors import ShardError, TransformError
 from fshard.model.missing import NO_FORWARD, explained
 from fshard.sharding.plan import Plan
 
@@ -26,7 +27,9 @@ class ProductModes:
                     return by_forward()
             except RuntimeError as error:
                 text = str(error)
-                if not any(part in text for part in _NO_FORWARD):
+                # The other errors of this library may quote a call of fs.func.jvp.
+                refused = isinstance(error, ShardError) and not isinstance(error, TransformError)
+                if refused or not any(part in text for part in _NO_FORWARD):
                     raise
                 self.missing.append(text)
         with explained("the function"):

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fshard import tree
 from fshard.arguments import expect
-from fshard.collectives.scope import cutting
+from fshard.collectives.scope import bind, cutting
 from fshard.errors import BatchError, PlanError, lines
 from fshard.runtime.comm import collective_call, telling
 from fshard.runtime.engine import leading_dims, read_loss
@@ -64,7 +64,7 @@ def per_sample_grad(loss_fn: LossFn, plan: Plan) -> Callable[[Any, Any], dict[st
         trained, rest, ranks = _met(plan, params, batch, {"tool": "per_sample_grad"})
         with cutting(plan.mesh):
             whole = dict(tree.paths(gather_all(plan, {**rest, **trained})))
-        loss, tensors = _of_rows(loss_fn, batch)
+        loss, tensors = _of_rows(loss_fn, plan, batch)
         found: Flat = ranks.all_ranks("the gradients", lambda: _each(loss, whole, list(trained), tensors))
         return tree.nest(found)
 
@@ -142,7 +142,7 @@ class ClippedGradient:
 
     def _summed(self, fixed: Flat, whole: Flat, batch: Any) -> tuple[Flat, Tensor]:
         """This rank's sum, of whole leaves, and the norms."""
-        loss, tensors = _of_rows(self.loss_fn, batch)
+        loss, tensors = _of_rows(self.loss_fn, self.plan, batch)
         leaves, paths = {**fixed, **whole}, list(whole)
         total = {path: torch.zeros_like(leaf) for path, leaf in whole.items()}
         dtype = functools.reduce(torch.promote_types, [leaf.dtype for leaf in whole.values()], torch.float32)
@@ -165,7 +165,7 @@ class ClippedGradient:
         return self.known[key]
 
 
-def _of_rows(loss_fn: LossFn, batch: Any) -> tuple[Row, list[Tensor]]:
+def _of_rows(loss_fn: LossFn, plan: Plan, batch: Any) -> tuple[Row, list[Tensor]]:
     """The loss of one row, and the tensors that have rows."""
     leaves, spec = tree.flatten(batch)
     at = [i for i, leaf in enumerate(leaves) if _has_rows(leaf)]
@@ -174,7 +174,8 @@ def _of_rows(loss_fn: LossFn, batch: Any) -> tuple[Row, list[Tensor]]:
         filled = list(leaves)
         for i, x in zip(at, row, strict=True):
             filled[i] = x.unsqueeze(0)
-        loss = read_loss(loss_fn(tree.nest(params), tree.unflatten(spec, filled)))
+        with bind(plan.mesh, plan.data_axes, single=True):
+            loss = read_loss(loss_fn(tree.nest(params), tree.unflatten(spec, filled)))
         return loss.total if loss.count is None else loss.total / loss.count
 
     return one, [leaves[i] for i in at]

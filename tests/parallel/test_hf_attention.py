@@ -11,7 +11,6 @@ from torch.nn import functional as F  # noqa: N812
 
 import fshard as fs
 from fshard import P, parallel, tree
-from fshard import collectives as c
 from fshard.parallel import hf_attention as module
 from tests.shared.workers import Pools
 
@@ -138,11 +137,11 @@ def test_other_families(family: str, changes: dict[str, Any]) -> None:
     mesh = fs.virtual_mesh((2,), ("cp",))
 
     def on_a_rank() -> tuple[Tensor, Tensor]:
-        with c.use_mesh(mesh):
+        with fs.collectives.use_mesh(mesh):
             return loss("fshard_ring")
 
     parts = mesh.run(on_a_rank)
-    with c.use_mesh(fs.make_mesh((1,), ("cp",))):
+    with fs.collectives.use_mesh(fs.make_mesh((1,), ("cp",))):
         total, count = loss("eager")
     torch.testing.assert_close(sum(part for part, _ in parts), total)
     assert sum(int(part) for _, part in parts) == count
@@ -154,7 +153,7 @@ def test_attention_to_the_tokens_of_a_rank_alone_is_refused() -> None:
     plan = fs.make_plan(split, mesh, [(".*", fs.fsdp("cp"))], batch=P(None, "cp"))
     step = fs.make_train_step(fs.causal_lm_loss(split, chunks=2), fs.optim.sgd(0.1), plan)
     state = fs.init_state(plan, fs.optim.sgd(0.1), params=split.params)
-    with c.use_mesh(fs.make_mesh((1,), ("cp",))):
+    with fs.collectives.use_mesh(fs.make_mesh((1,), ("cp",))):
         rows = parallel.context_batch(tokens()[:, : TIME // 2], tokens()[:, : TIME // 2])
     with pytest.raises(fs.errors.PlanError, match=r"over the ranks of \('cp',\).*attn_implementation='fshard_ring'"):
         step(state, rows)
@@ -226,7 +225,7 @@ def test_no_step_sees_keys_of_another() -> None:
 
 def test_a_registration_over_another_axis_replaces_the_first() -> None:
     parallel.register_attention(axis="elsewhere")
-    with c.use_mesh(fs.make_mesh((1,), ("cp",))), pytest.raises(fs.errors.AxisError, match="elsewhere"):
+    with fs.collectives.use_mesh(fs.make_mesh((1,), ("cp",))), pytest.raises(fs.errors.AxisError, match="elsewhere"):
         model("fshard_ring")(input_ids=tokens())
 
 
@@ -239,7 +238,7 @@ def test_padding_is_seen_by_no_token(left: bool) -> None:
     want = model("sdpa")(input_ids=tokens(), attention_mask=mask, position_ids=places).logits
 
     def on_a_rank() -> Tensor:
-        with c.use_mesh(mesh):
+        with fs.collectives.use_mesh(mesh):
             mine = [parallel.zigzag_slice(x) for x in (tokens(), mask, places)]
             return model("fshard_ring")(
                 **dict(zip(("input_ids", "attention_mask", "position_ids"), mine, strict=True))
@@ -271,8 +270,8 @@ def test_an_encoder_may_have_any_cut() -> None:
     mesh = fs.virtual_mesh((2,), ("cp",))
 
     def on_a_rank() -> Tensor:
-        with c.use_mesh(mesh):
-            return encoder(torch.arange(PART)[None] + PART * c.axis_index("cp"))
+        with fs.collectives.use_mesh(mesh):
+            return encoder(torch.arange(PART)[None] + PART * fs.collectives.axis_index("cp"))
 
     assert all(torch.allclose(part, torch.ones(1, PART, 2, 4)) for part in mesh.run(on_a_rank))
 
@@ -296,7 +295,7 @@ BAD: dict[str, tuple[Callable[[], Any], tuple[str, ...]]] = {
     ),
     "positions of a sequence that is not dealt in zigzag": (
         lambda: model("fshard_ring")(
-            **given(position_ids=torch.arange(PART)[None] + PART * c.axis_index("cp")),
+            **given(position_ids=torch.arange(PART)[None] + PART * fs.collectives.axis_index("cp")),
         ),
         ("in row 0 token 3 has 3, and token 4 has 8",),
     ),
@@ -381,7 +380,7 @@ def test_what_is_not_computed_is_refused_on_all_ranks(name: str) -> None:
     (call, says), mesh = BAD[name], fs.virtual_mesh((2,), ("cp",))
 
     def on_a_rank() -> str:
-        with c.use_mesh(mesh), pytest.raises(fs.errors.PlanError) as caught:
+        with fs.collectives.use_mesh(mesh), pytest.raises(fs.errors.PlanError) as caught:
             call()
         return str(caught.value)
 
@@ -394,7 +393,7 @@ def test_a_window_that_is_as_long_as_the_sequence_is_none() -> None:
     want = model("eager", "Mistral", sliding_window=TIME)(input_ids=tokens()).logits
 
     def on_a_rank() -> Tensor:
-        with c.use_mesh(mesh):
+        with fs.collectives.use_mesh(mesh):
             return model("fshard_ring", "Mistral", sliding_window=TIME)(**given()).logits
 
     torch.testing.assert_close(parallel.unzigzag(torch.cat(mesh.run(on_a_rank), 1), 2), want)

@@ -202,3 +202,22 @@ def test_an_abstract_mesh_has_no_losses() -> None:
     plan = cases.plan_on(fs.abstract_mesh((2,), ("shard",)))
     with pytest.raises(errors.PlanError, match="abstract"):
         fs.func.sharded_loss(cases.mean_loss, plan)({}, X)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_collectives_that_would_mix_samples(ranks: int) -> None:
+    mesh = fs.virtual_mesh((ranks,), ("shard",))
+    plan = cases.plan_on(mesh)
+
+    def loss(params: Any, batch: Any) -> Any:
+        return fs.collectives.psum(cases.mean_loss(params, batch), "shard")
+
+    def refused() -> list[str]:
+        params, x, found = fs.shard(cases.whole(), plan), plan.local_batch({"x": X["x"], "y": X["y"]}), []
+        for tool in (fs.func.per_sample_grad(loss, plan), fs.func.clipped_grad(loss, plan, 1.0)):
+            with pytest.raises(errors.TransformError, match="would mix one sample of each rank") as caught:
+                tool(params, x)
+            found.append(str(caught.value))
+        return found
+
+    assert len(mesh.run(refused)) == ranks

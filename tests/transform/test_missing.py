@@ -10,7 +10,8 @@ from torch.nn import functional as F  # noqa: N812 - its name everywhere
 
 import fshard as fs
 from fshard import tree
-from fshard.errors import TransformError
+from fshard.errors import CommError, TransformError
+from fshard.transform.product_modes import ProductModes
 
 Op = Callable[[Tensor, Tensor], Tensor]
 
@@ -139,3 +140,25 @@ def test_an_argument_without_a_derivative_is_named() -> None:
     inner = Held(lambda x, y: F.soft_margin_loss(y, x))
     with pytest.raises(TransformError, match=r"soft_margin_loss has no derivative by its argument 'target'"):
         derivatives(inner, rows())
+
+
+def test_a_gradient_without_a_forward_derivative_is_named_or_done_without() -> None:
+    torch.manual_seed(0)
+    inner = Held(lambda x, y: (F.hardsigmoid(x) * y).square().sum())
+
+    def by_hand(f: Any, plan: fs.Plan, params: Any, batch: Any) -> Any:
+        return torch.func.jvp(lambda p: torch.func.jvp(lambda p: f(p, batch), (p,), (p,))[1], (params,), (params,))
+
+    with pytest.raises(TransformError, match="operator hardsigmoid_backward has no forward derivative"):
+        found(inner, rows(), by_hand, reshard=True)
+
+
+def test_an_error_that_quotes_a_tool_is_no_missing_derivative() -> None:
+    modes = ProductModes()
+
+    def failing() -> None:
+        raise CommError("rank 0 waits at fs.func.jvp")
+
+    with pytest.raises(CommError, match="waits"):
+        modes.run(failing, lambda: None)
+    assert not modes.missing

@@ -220,3 +220,40 @@ def test_samples_whose_leaves_ranks_have_parts_of_are_refused(tool: str) -> None
         fs.errors.PlanError, match=r"parts of 2 leaves, such as up \[4, 2\].*axes \('tp',\) have one rank"
     ):
         make(lambda params, batch: params["up"].sum(), plan, *((1.0,) if tool == "clipped_grad" else ()))
+
+
+def centred(params: Any, batch: Any) -> Tensor:
+    """Outputs about their mean over the global batch."""
+    out = cases.predict(params, batch)
+    return out - fs.collectives.pmean(out.mean(0), "shard")
+
+
+def named_sums() -> list[str]:
+    """On a rank: what differs from plain PyTorch where outputs, and their loss, are added up by the name of an axis."""
+    with fs.make_mesh(*FLAT) as mesh:
+        plan, x, v, w = cases.plan_on(mesh), mine(X, mesh), cases.directions(), cases.whole()
+
+        def curved(out: Tensor, batch: Any) -> Tensor:
+            return out.square().mean() * fs.collectives.pmean(out.sin().mean(), "shard")
+
+        def whole(out: Tensor) -> Tensor:
+            return out.square().mean() * out.sin().mean()
+
+        def plain(p: Any) -> Tensor:
+            out = cases.predict({**p, "frozen": p["frozen"].detach()}, X)
+            return out - out.mean(0)
+
+        at, moved = F.jvp(plain, (w,), (v,))
+        want = F.vjp(plain, w)[1](F.jvp(F.grad(whole), (at,), (moved,))[1])[0]
+        params, along = fs.shard(w, plan), fs.shard(v, plan)
+        product = fs.func.gnvp(centred, curved, plan)
+        out = differences(product(params, along, x), want, plan, "scheduled")
+        out += [] if product.schedule else ["no schedule"]
+        out += differences(product.linearize(params, x)(along), want, plan, "linearized")
+        at_one = (torch.ones(()).double(),)
+        ours = F.jvp(lambda s: product(tree.map(lambda p: p * s, params), along, x), at_one, at_one)[0]
+        return out + differences(ours, want, plan, "under a transform")
+
+
+def test_sums_by_the_name_of_an_axis_inside_of_gauss_newton_products() -> None:
+    assert not sum(fs.virtual_mesh((3,), ("any",)).run(named_sums), [])
