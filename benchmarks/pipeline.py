@@ -2,9 +2,8 @@
 
 The claim: a pipeline takes no longer than PyTorch's, on 2 stages and on 2 stages of 2 shards, with the same cut and 8
 microbatches. On a tiny GPT, where the host's work is most of a step, neither does a microbatch. One stage takes what
-the same step takes without stages. With units that sleep, which need no processor, a step takes the time of its
-formula: ``microbatches + stages - 1`` forwards and backwards, so that ranks are idle for ``(p - 1) / (m + p - 1)`` of
-it. The peak of the heap is that of the rank that has the most. Links need root (``lab.py``).
+the same step takes without stages. The peak of the heap is that of the rank that has the most. Links need root
+(``lab.py``). How long ranks idle in each order is another question: ``bubbles.py``.
 """
 
 import argparse
@@ -16,7 +15,7 @@ from dataclasses import asdict, replace
 from typing import Any
 
 import lab
-from common import Report, Row, arguments, middle, ratio, run_workers
+from common import Report, Row, arguments, ratio, run_workers
 from memory import preloaded
 from model import SMALL, TINY, Size
 
@@ -25,9 +24,6 @@ MICROBATCHES = 8
 ORDERS = ("torch", "fshard", "fshard zb_h1", "fshard fx", "fshard fx zb_h1")
 LAYOUTS = ((2, 2, ORDERS), (2, 4, ("torch", "fshard", "fshard kept")))
 """Stages, ranks and peers."""
-
-SLEEP = 0.03
-"""Seconds of a forward that sleeps. Its backward takes twice as long."""
 
 
 def measure(args: argparse.Namespace) -> int:
@@ -39,7 +35,7 @@ def measure(args: argparse.Namespace) -> int:
     notes = [f"{', '.join(asked)}: skipped but for loopback: {why}"] if rates != asked else []
     small, tiny = replace(SMALL, batch=2 * MICROBATCHES), replace(TINY, batch=MICROBATCHES)
     configuration = {"model": asdict(small), "tiny": asdict(tiny), "microbatches": MICROBATCHES, "threads": 1}
-    configuration |= {"rates": rates, "rounds": rounds, "sleep": SLEEP}
+    configuration |= {"rates": rates, "rounds": rounds}
     report = Report("pipeline", __doc__.splitlines()[0], configuration, notes=notes)
     if "steps" in args.parts:
         for rate in rates:
@@ -49,8 +45,6 @@ def measure(args: argparse.Namespace) -> int:
         host(report, tiny, 4 * rounds)
     if "alone" in args.parts:
         alone(report, small, tiny, rounds)
-    if "bubble" in args.parts:
-        bubbles(report, 2 if args.quick else 6, args.quick)
     if "memory" in args.parts:
         peaks(report, small, 3 if args.quick else 9)
     return report.finish(args)
@@ -118,27 +112,6 @@ def alone(report: Report, small: Size, tiny: Size, rounds: int) -> None:
             report.rows.append(ratio(f"{title}, one stage / without stages", kind, *pair, 1.05))
 
 
-def bubbles(report: Report, rounds: int, quick: bool) -> None:
-    """Units that sleep, against the formula."""
-    for stages in (2, 4):
-        for count in (4, 8, 16):
-            size = Size(tokens=8, batch=count)
-            options = {"microbatches": count, "sleep": SLEEP}
-            names = ("torch", "fshard")
-            samples = run(size, stages, stages, names, rounds, **options)["samples"]
-            told(report, f"sleeping, {stages} stages, {count} microbatches", samples)
-            formula, work = (stages - 1) / (count + stages - 1), 3 * SLEEP * count
-            for name in names:
-                walls = samples[name]["wall"]
-                case = f"{stages} stages, {count} microbatches: {name}"
-                wanted = [work / (1 - formula)] * len(walls)
-                report.rows.append(
-                    ratio(f"{case} / its formula", "wall", walls, wanted, 1.05 if name != "torch" else None)
-                )
-                idle = [1 - work / wall for wall in walls]
-                report.rows.append(middle(f"{case}, the formula says {formula:.3f}", "idle share", idle))
-
-
 def peaks(report: Report, size: Size, rounds: int) -> None:
     """The peak of the heap, of the rank that has the most."""
     if not sys.platform.startswith("linux") or shutil.which("cc") is None:
@@ -154,7 +127,7 @@ def peaks(report: Report, size: Size, rounds: int) -> None:
             report.rows.append(Row(f"{title}: {name} / torch", "heap", most[name] / most["torch"], target=1.0))
 
 
-PARTS = ("steps", "host", "alone", "bubble", "memory")
+PARTS = ("steps", "host", "alone", "memory")
 
 
 def options(cli: argparse.ArgumentParser) -> None:

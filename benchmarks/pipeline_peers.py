@@ -62,29 +62,30 @@ def gpt(size: Size, stages: int) -> Cut:
 
 
 class Sleep(torch.autograd.Function):
-    """Sleeps in the forward, and twice as long in the backward. Sleeping ranks need no processor."""
+    """Sleeps as long in the forward as in the backward, or there alone. Sleeping ranks need no processor."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, seconds: float) -> Tensor:
+    def forward(ctx: Any, x: Tensor, before: float, seconds: float) -> Tensor:
         ctx.seconds = seconds
-        time.sleep(seconds)
+        time.sleep(before)
         return x.clone()
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
-        time.sleep(2 * ctx.seconds)
-        return grad, None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+        time.sleep(ctx.seconds)
+        return grad, None, None
 
 
 class Nap(nn.Module):
-    """A linear map that sleeps."""
+    """A linear map that sleeps as long in its forward, for the gradient of its input, and for those of its leaves."""
 
     def __init__(self, seconds: float, width: int = 8) -> None:
         super().__init__()
         self.seconds, self.linear = seconds, nn.Linear(width, width)
 
     def forward(self, x: Tensor) -> Tensor:
-        return Sleep.apply(self.linear(x), self.seconds)
+        weight = Sleep.apply(self.linear.weight, 0, self.seconds)
+        return Sleep.apply(nn.functional.linear(x, weight, self.linear.bias), self.seconds, self.seconds)
 
 
 def naps(stages: int, seconds: float) -> Cut:
@@ -143,11 +144,19 @@ class FshardPipeline:
         microbatches: of a step.
         staged: False is the same step without stages, on one rank of a pipeline.
         compile: of ``fs.make_train_step``.
+        folded: two stages on each rank, which go forth and back.
         policy: of ``fs.Policy``.
     """
 
     def __init__(
-        self, cut: Cut, stages: int, microbatches: int, staged: bool = True, compile: str | None = None, **policy: Any
+        self,
+        cut: Cut,
+        stages: int,
+        microbatches: int,
+        staged: bool = True,
+        compile: str | None = None,
+        folded: bool = False,
+        **policy: Any,
     ) -> None:
         mesh = fs.make_mesh((stages, -1), ("stage", "data"))
         model = fs.split(cut.net, units=cut.units)
@@ -155,7 +164,8 @@ class FshardPipeline:
         def loss_fn(params: dict[str, Any], rows: Tensor) -> Tensor:
             return cut.loss(model.apply(params, cut.inputs(rows)), rows)
 
-        stages_of = fs.Stages("stage") if staged else None
+        folds: Any = {"chunks": 2, "placement": "v"} if folded else {}
+        stages_of = fs.Stages("stage", **folds) if staged else None
         rules = [(r".*", fs.fsdp("data"))]
         plan = fs.make_plan(model, mesh, rules, batch=fs.P("data"), stages=stages_of)
         opt = fs.optim.adamw(**ADAMW)

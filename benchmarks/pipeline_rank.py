@@ -25,7 +25,6 @@ def main() -> int:
     cli.add_argument("--stages", type=int, default=2)
     cli.add_argument("--microbatches", type=int, default=8)
     cli.add_argument("--rounds", type=int, default=5)
-    cli.add_argument("--sleep", type=float, default=0, help="seconds of the forward of units that sleep; 0: the GPT")
     cli.add_argument("--memory", type=int, default=0, help="1: peaks of memory and no times")
     for name, default in (("depth", 8), ("width", 256), ("heads", 4), ("tokens", 128), ("batch", 16)):
         cli.add_argument(f"--{name}", type=int, default=default)
@@ -47,12 +46,10 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     size = Size(args.depth, args.width, args.heads, args.tokens, args.batch)
     data = dist.get_rank() % (dist.get_world_size() // args.stages)  # ranks of a pipeline have the same rows
     mine = functools.partial(rows, size, rank=data)
-    cut = functools.partial(pipeline_peers.gpt, size)
-    if args.sleep:
-        cut = functools.partial(pipeline_peers.naps, seconds=args.sleep)
 
     def made(name: str) -> Peer:
-        return pipeline_peers.PEERS[name](cut(stages=args.stages), args.stages, args.microbatches)
+        cut = pipeline_peers.gpt(size, args.stages)
+        return pipeline_peers.PEERS[name](cut, args.stages, args.microbatches)
 
     if args.memory:
         return {name: peak(made(name), mine(0), args.rounds) for name in args.peers}

@@ -21,6 +21,7 @@ ORDER = (
     "wire",
     "hsdp",
     "pipeline",
+    "bubbles",
     "formats",
     "outer",
     "balance",

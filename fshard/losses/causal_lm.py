@@ -15,6 +15,7 @@ from fshard.losses.chunked_cross_entropy import chunked_cross_entropy
 from fshard.model.split import Model
 from fshard.parallel.hf_attention import attends_over_ranks
 from fshard.parallel.layer_styles import ColumnStyle
+from fshard.parallel.plan_checks import cut_along
 from fshard.runtime.engine.mean import Mean
 
 HEAD = "lm_head"
@@ -92,6 +93,12 @@ def causal_lm_loss(
                 f"fs.causal_lm_loss: this rank's labels {list(labels.shape)} are a part of the sequence, so the token "
                 f"after each of its chunks is on another rank: give shift_labels, as fs.parallel.context_batch does"
             )
+        if not attends_over_ranks(model.module) and (axes := cut_along(head.leaf(params, "weight"), 1)):
+            raise PlanError(
+                f"fs.causal_lm_loss: batch= cuts sequences over the ranks of {axes}, and the attention of this model "
+                f"sees a rank's own tokens alone: call fs.parallel.register_attention() and build the model with "
+                f"attn_implementation='fshard_ring' or 'fshard_ulysses'"
+            )
         given = {name: each for name, each in batch.items() if name not in ("labels", SHIFTED)}
         hidden = model.apply(params, method=decoder, **{"use_cache": False, **given}).last_hidden_state
         following = F.pad(labels[..., 1:], (0, 1), value=ignore_index) if shifted is None else shifted
@@ -121,18 +128,19 @@ class LinearHead:
 
     def pairs(self, params: Any, hidden: Tensor) -> tuple[list[Tensor], list[Tensor]]:
         """Hidden states and weights whose products add to the logits."""
-        hiddens, weights = [hidden], [self._leaf(params, "weight")]
+        hiddens, weights = [hidden], [self.leaf(params, "weight")]
         if "weight" + A in self.paths:
-            a, b = self._leaf(params, "weight" + A), self._leaf(params, "weight" + B)
+            a, b = self.leaf(params, "weight" + A), self.leaf(params, "weight" + B)
             low = F.linear(hidden.to(a.dtype), a) * self.scale
             hiddens, weights = [hidden, low.to(hidden.dtype)], [*weights, b.to(weights[0].dtype)]
         return hiddens, weights
 
     def bias(self, params: Any) -> Tensor | None:
         """The head's bias, if it has one."""
-        return self._leaf(params, "bias") if "bias" in self.paths else None
+        return self.leaf(params, "bias") if "bias" in self.paths else None
 
-    def _leaf(self, params: Any, name: str) -> Any:
+    def leaf(self, params: Any, name: str) -> Any:
+        """A leaf of the head, by its name in the module."""
         for key in self.paths[name].split("."):
             params = params[key]
         return params

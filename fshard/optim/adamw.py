@@ -32,6 +32,8 @@ class adamw(Decaying, Fused):  # noqa: N801 - reads as the function it is in a t
     0.0
     """
 
+    capturable = True
+
     lr: Rate
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-8
@@ -50,7 +52,9 @@ class adamw(Decaying, Fused):  # noqa: N801 - reads as the function it is in a t
     ) -> None:
         # Kernels read the step from a tensor on their own device, and only read it: one serves every slice. A
         # fill needs no copy from the host, so it never waits for the device.
-        count = torch.full((), float(step), dtype=torch.float32, device=params[0].device)
+        count: Tensor | int = step  # which is a tensor in a graph
+        if not isinstance(count, Tensor):
+            count = torch.full((), float(step), dtype=torch.float32, device=params[0].device)
         fused_adamw_(
             params,
             grads,

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Hashable
 from numbers import Real
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol, cast
 
 import torch
 from torch import Tensor
@@ -115,9 +115,13 @@ class Optimizer(Protocol):
 
 
 class Fused:
-    """Optimizers whose update, ``_fused``, divides gradients and skips itself by tensors on its own device."""
+    """Optimizers whose update, ``_fused``, divides gradients and skips itself by tensors on its own device.
+
+    ``capturable`` says of a class, not of what inherits from it, that it also takes its rate and count as tensors.
+    """
 
     lr: Rate
+    capturable: ClassVar[bool] = False
 
     def update(
         self,
@@ -130,14 +134,25 @@ class Fused:
         grad_scale: Tensor | None = None,
         found_inf: Tensor | None = None,
         late: int = 0,
+        numbers: tuple[Tensor, Tensor] | None = None,
     ) -> None:
-        """One update in place; see ``Optimizer.update``."""
+        """One update in place; see ``Optimizer.update``.
+
+        A capturable optimizer also takes ``numbers``, the learning rate and the number of the update, which is not the
+        first one: 0-dim, float32, on the slices' device, in the place of the values of ``lr`` and ``step``.
+        """
         lr = rate(self.lr, step)
         if grad_scale is not None and grad_scale.dtype == torch.float64:  # kernels read the scale as float32
             unscale(grads, grad_scale)
             grad_scale = None
-        if params:
-            self._fused(params, grads, states, step - late, lr, hyper, grad_scale=grad_scale, found_inf=found_inf)
+        if not params:
+            return
+        scaling = {"grad_scale": grad_scale, "found_inf": found_inf}
+        if numbers is None:
+            self._fused(params, grads, states, step - late, lr, hyper, **scaling)
+        else:
+            lr, step = cast(float, numbers[0]), cast(int, numbers[1])
+            self._fused(params, grads, states, step, lr, hyper, **scaling)
 
     def _fused(
         self, params: Tensors, grads: Tensors, states: States, step: int, lr: float, hyper: Any, **scaling: Any

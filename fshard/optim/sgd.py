@@ -32,6 +32,8 @@ class sgd(Decaying, Fused):  # noqa: N801 - reads as the function it is in a tra
     {}
     """
 
+    capturable = True
+
     lr: Rate
     momentum: float = 0.0
     nesterov: bool = False
@@ -54,7 +56,7 @@ class sgd(Decaying, Fused):  # noqa: N801 - reads as the function it is in a tra
     ) -> None:
         # The first gradient enters the momentum whole, later ones dampened. That it is the first is read off
         # the step number, not off a missing buffer: so the state has one shape for ever, and resumes.
-        first = step == 1
+        first = type(step) is int and step == 1  # in a graph it is a tensor, and never the first
         if params[0].device.type == "cpu" and params[0].dtype in (torch.bfloat16, torch.float16):
             if scaling["found_inf"] is None or scaling["found_inf"].item() != 1:
                 for param, grad, state in zip(params, grads, states, strict=True):

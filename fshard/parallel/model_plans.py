@@ -36,9 +36,9 @@ def parallelize(
 
     Args:
         model: what ``fs.split`` returned.
-        mesh: the mesh. If it has ``axis``, layers are cut over it: its ranks work on the same rows. If it has
-            ``expert_axis``, experts lie on its ranks, and tokens travel to them: name it in ``batch=``. Without the
-            latter experts lie on the ranks of ``axis``.
+        mesh: the mesh, with one of the two axes, which may have one rank. Over ``axis`` layers are cut: its ranks work
+            on the same rows. On the ranks of ``expert_axis`` lie experts, and tokens travel to them: name it in
+            ``batch=``. Without the latter experts lie on the ranks of ``axis``.
         plan: entries beside those that the model brings, by path of a module or parameter, with ``*`` for one part of
             the path; they replace equal ones. ``None`` takes an entry away.
         axis: the tensor-parallel axis.
@@ -49,13 +49,13 @@ def parallelize(
 
     Raises:
         PlanError: an entry has an unknown style, or names no module; a module is not what its entry is for; the ranks
-            do not divide its features, heads or experts; or there is no plan.
+            do not divide its features, heads or experts; there is no plan; or the mesh has neither axis.
 
     >>> import torch, fshard as fs
     >>> net = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4))
     >>> mesh = fs.virtual_mesh((2, 2), ("data", "tp"))
     >>> model = parallelize(fs.split(net), mesh, {"0": "colwise", "2": "rowwise"})
-    >>> plan = fs.make_plan(model, mesh, fs.suggest_rules(model, mesh), batch=fs.P("data"))
+    >>> plan = fs.make_plan(model, mesh, "auto", batch=fs.P("data"))
     >>> plan.leaves["0.weight"].at_rest, plan.leaves["2.weight"].at_rest
     (P('tp', None, flat='data'), P(None, 'tp', flat='data'))
     """
@@ -65,6 +65,7 @@ def parallelize(
         ("plan", plan, (Mapping, type(None)), "a mapping of paths to styles"),
     ]
     expect("parallelize(model, mesh)", wants)
+    _check_axes(mesh, axis, expert_axis)
     asked = [mesh.shape.get(one, 1) > 1 for one in (axis, expert_axis)]
     entries = list(_entries(model, _given(model, plan or {}, asked), plan or {}))
     axes = {style: expert_axis if style in EXPERT_STYLES else axis for style in STYLES}
@@ -73,6 +74,16 @@ def parallelize(
         raise PlanError(lines(f"a model's plan cannot be followed on {mesh}:", wrong, _REMEDY))
     calls = {entry.path: made(entry, axes[entry.style], entries) for entry in entries}
     return surround(model, tied(model, {path: call for path, call in calls.items() if call is not None}))
+
+
+def _check_axes(mesh: Mesh, axis: str, expert_axis: str) -> None:
+    """Refuse a mesh with neither axis."""
+    if axis not in mesh.axis_names and expert_axis not in mesh.axis_names:
+        raise PlanError(
+            f"parallelize: the mesh has the axes {mesh.axis_names}, and neither {axis!r} for layers nor "
+            f"{expert_axis!r} for experts: nothing would be cut. Name the axis, axis={mesh.axis_names[-1]!r}, or "
+            f"add one to the mesh; it may have one rank"
+        )
 
 
 _REMEDY = "Replace or take away entries: fs.parallel.parallelize(model, mesh, {'lm_head': None})."

@@ -71,6 +71,15 @@ def check_data_axis(axis: str, what: str, mesh: Mesh | None = None) -> None:
         )
 
 
+def cut_along(tensor: Tensor, dim: int) -> tuple[str, ...]:
+    """The axes of several ranks that cut a dim of the batch, of the step that a leaf belongs to; else none."""
+    slot = slot_of(tensor)
+    plan = getattr(slot.engine, "plan", None) if slot is not None else None
+    if not isinstance(plan, Plan) or dim >= len(plan.batch.dims):
+        return ()
+    return tuple([axis for axis in axes_of(plan.batch.dims[dim]) if plan.mesh.shape[axis] > 1])
+
+
 def path_of(tensor: Tensor) -> str:
     """The path of a leaf of a step; empty for other tensors."""
     slot = slot_of(tensor)
@@ -87,4 +96,5 @@ def _known(tensor: Tensor | None, axis: str, what: str) -> tuple[Leaf, Plan] | N
             f"{what}: axis {axis!r} is a data axis (batch={plan.batch}), so its ranks work on different rows, and sums "
             f"over it would mix them: leave {axis!r} out of batch="
         )
+    plan = plan.whole or plan  # a stage runs code between units that reads leaves of others
     return plan.leaves[slot.path], plan

@@ -237,7 +237,7 @@ class StepRunner:
         terms = Terms(CALL, Intent(step.digest, lambda: str(step.schedule)), given.batch, facts, rows, plain)
         comms = [programs.comms for programs in step.programs]
         try:
-            uneven = self._meetings.handshake(executor, terms, comms, step.recorded.communicates)
+            uneven = self._meetings.handshake(executor, terms, comms, step.recorded.communicates).uneven
             with together(self._meetings.transport):
                 result, end = self._run(replay, executor, given, shield)
                 attempt, verdict = executor.consensus(lambda: self._decided(replay, executor, result, end, uneven))

@@ -207,10 +207,7 @@ class PipelineRunner(Runner):
         """Floating-point operations of the model in a run on this batch, of the stages of this rank."""
         if self.latest_step is None:
             return None
-        planned = self.latest_step.planned
-        if id(planned) not in self._needs:
-            self.needs(planned, self.cut_batch(batch)[0])
-        return self._needs[id(planned)].flops * self.programs.accumulate
+        return self._needs[id(self.latest_step.planned)].flops * self.programs.accumulate
 
     def _communicators(self, planned: PlannedStep) -> tuple[tuple[str, Axes], ...]:
         """The communicators of this rank."""
@@ -275,6 +272,8 @@ class PipelineRunner(Runner):
         """The step for microbatches like this one."""
         planned = self.planned(part)
         if id(planned) not in self.staged:
+            if self.programs.train:
+                self.needs(planned, part)  # before anything is sent, with the axes of the mesh in scope
             self.staged[id(planned)] = self._placed(planned)
         return self.staged[id(planned)]
 
@@ -334,8 +333,8 @@ class PipelineRunner(Runner):
     def _step_of(self, prepared: Prepared) -> StagedStep:
         return next(step for step in self.staged.values() if step.prepared is prepared)
 
-    def _handshake(self, ready: Ready) -> Agreed:
-        agreed = super()._handshake(ready)
+    def _handshake(self, ready: Ready, mode: int = 0) -> Agreed:
+        agreed = super()._handshake(ready, mode)
         self._step_of(ready.prepared).actions.open(self._meetings.transport)
         return agreed
 

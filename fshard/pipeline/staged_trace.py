@@ -236,6 +236,7 @@ def trace_stages(fn: Any, plan: Plan, batch: Any, train: bool, remat: Remat = NO
     trace, result = found
     engine = engines[-1]
     numbers = [number for mean in means_of(result) for number in (mean.total, mean.count)]
+    remat.check({*trace.program.reads, *(group.unit for group in plan.groups)}, plan.leaves)
     if trace.inner:
         raise staged_refusals.differentiates_units(sorted(trace.inner))
     stages = call_stages(

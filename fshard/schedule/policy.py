@@ -10,6 +10,7 @@ from fshard.schedule.step_program import StepProgram
 
 UPDATES = ("deferred", "in_backward")
 ACCUMULATIONS = ("sharded", "full")
+GRAPHS = ("none", "step")
 SPACE = "\\u0020"
 """A space within a token of a schedule's text."""
 
@@ -117,12 +118,14 @@ class Policy:
             ``"1f1b"``, ``"interleaved"``, ``"zb_h1"``, ``"zbv"``, ``"dualpipev"``, or the text of an order, also of a
             CSV file of PyTorch's pipelines. Empty for ``"1f1b"``, or ``"interleaved"`` where ranks have several stages,
             or ``"zbv"`` where these go forth and back.
+        graph: ``"step"`` captures a train step as one CUDA graph, the waiting update included, and replays it. Steps
+            that cannot be captured run eagerly: ``metrics.ran.graph`` says why.
 
     Raises:
         PlanError: a value is of another type or out of range; all of them are listed.
 
     >>> Policy()
-    Policy(prefetch=2, reduces=2, reshard=True, update='deferred', accumulation='sharded', pipeline='')
+    Policy(prefetch=2, reduces=2, reshard=True, update='deferred', accumulation='sharded', pipeline='', graph='none')
     """
 
     prefetch: int = 2
@@ -131,6 +134,7 @@ class Policy:
     update: str = "deferred"
     accumulation: str = "sharded"
     pipeline: str = ""
+    graph: str = "none"
 
     def __post_init__(self) -> None:
         problems = [] if isinstance(self.pipeline, str) else [f"pipeline={self.pipeline!r} is no name or text"]
@@ -146,7 +150,7 @@ class Policy:
                 f"reshard={self.reshard!r} is of type {kind}, not bool, and not made by fs.keep(...) or "
                 f"fs.secondary(...)"
             )
-        for name, allowed in (("update", UPDATES), ("accumulation", ACCUMULATIONS)):
+        for name, allowed in (("update", UPDATES), ("accumulation", ACCUMULATIONS), ("graph", GRAPHS)):
             value = getattr(self, name)
             if value not in allowed:
                 problems.append(f"{name}={value!r} is none of {', '.join(map(repr, allowed))}")
@@ -205,4 +209,5 @@ class Policy:
         accumulation = "" if self.accumulation == "sharded" else f" accumulation={self.accumulation}"
         pipeline = json.dumps(self.pipeline).replace(" ", SPACE) if self.pipeline else ""
         more = accumulation + (f" pipeline={pipeline}" if pipeline else "")
+        more += "" if self.graph == "none" else f" graph={self.graph}"
         return f"prefetch={self.prefetch} reduces={self.reduces} reshard={reshard} update={self.update}{more}"

@@ -73,7 +73,7 @@ class Schedule:
         Raises:
             ScheduleError: the ops open or close a lifetime twice.
         """
-        return plan_memory(self.ops, self.groups, self.stages)
+        return plan_memory(self.ops, self.groups, self.stages, self.policy.graph == "step")
 
     def __str__(self) -> str:
         return render((self.ops, self.groups, self.program, self.policy, self.accumulate, self.train))

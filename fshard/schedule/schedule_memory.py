@@ -23,7 +23,7 @@ reader on, and that op makes it beside those of leaves, which are ``fill:g`` the
 ``copy:g`` is what a step that does not donate its state copies of it: before an update in the backward, or at the end.
 
 One kind is kept from one step to the next, and so lives through all of each: ``cast:g``, the copy of a parameter shard
-in the dtype that is gathered or read.
+in the dtype that is gathered or read. With ``Policy(graph="step")`` so does the gradient that waits for the update.
 
 ``exchange:g`` is a fragment between replicas that is under way during the step, or that leaves and arrives at its end:
 those of the step that holds most of them. ``update:g`` of such a group is what its arrival needs.
@@ -99,14 +99,26 @@ class ScheduleMemory:
         return "\n".join(rows)
 
 
-def plan_memory(ops: Sequence[Op], groups: Sequence[GroupInfo], stages: StepProgram) -> ScheduleMemory:
-    """Lifetimes of everything that these ops hold, and offsets of what lies in the arena."""
+def plan_memory(
+    ops: Sequence[Op], groups: Sequence[GroupInfo], stages: StepProgram, fixed: bool = False
+) -> ScheduleMemory:
+    """Lifetimes of everything that these ops hold, and offsets of what lies in the arena.
+
+    Args:
+        ops: the ops.
+        groups: the groups.
+        stages: what the step does.
+        fixed: whether gradients that wait for updates keep their memory, as a graph of the step needs.
+    """
     sizes: dict[str, int] = {}
     lifetimes: dict[str, list[Span]] = {}
-    for item, size, span in _Lives(ops, groups, stages).run():
+    lives = _Lives(ops, groups, stages)
+    for item, size, span in lives.run():
         sizes[item] = -(-size // ALIGN) * ALIGN
         lifetimes.setdefault(item, []).append(span)
-    spans = {item: tuple(lives) for item, lives in lifetimes.items()}
+    for item in lives.waiting_items & lifetimes.keys() if fixed else ():
+        lifetimes[item] = [(0, len(ops) - 1)]
+    spans = {item: tuple(found) for item, found in lifetimes.items()}
     inside = {item: size for item, size in sizes.items() if item.startswith("param:")}
     alive = profile(len(ops), [(size, spans[item]) for item, size in inside.items()])
     beside = profile(len(ops), [(size, spans[item]) for item, size in sizes.items() if item not in inside])
@@ -322,6 +334,12 @@ class _Lives:
             return "shard"
         target = self.paths[group.name][-1].target if self.paths[group.name] else HOST
         return "" if target == HOST else target
+
+    @property
+    def waiting_items(self) -> set[str]:
+        """The items in which gradients wait for updates."""
+        kept = [(self._kept(group), group.name) for group in self.groups]
+        return {f"{item}:{name}" for item, name in kept if item}
 
     def _rest(self) -> Ended:
         """Gradients that wait for the next step's updates, or that nothing reads. Nothing else may be left."""

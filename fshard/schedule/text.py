@@ -160,7 +160,8 @@ class _Reader:
         return tuple(self.ops), tuple(self.groups.values()), stages.program(), self.policy, accumulate, train
 
     def _policy(self, tokens: list[str]) -> None:
-        further = [key for key in ("accumulation", "pipeline") if any(token.startswith(key) for token in tokens)]
+        given = [token.partition("=")[0] for token in tokens]
+        further = [key for key in ("accumulation", "pipeline", "graph") if key in given]
         keys = ("prefetch", "reduces", "reshard", "update", *further)
         prefetch, reduces, reshard, update, *rest = read_values(tokens, keys)
         more = dict(zip(further, rest, strict=True))

@@ -112,6 +112,6 @@ def refuse_float8(leaves: Mapping[str, Leaf]) -> None:
     if some:
         raise TransformError(
             f"fs.func: the plan multiplies {len(some)} leaves in float8, such as {some[0]}, and such products have no "
-            f"derivatives of higher order: use plan.replace(precision=..., rules=...) without products=, which keeps "
-            f"the same shards"
+            f"derivatives of higher order: make a plan without products=, such as exact = "
+            f"plan.replace(precision=fs.Precision()), and give the shards of fs.reshard_state(state, exact, opt)"
         )

@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import EllipsisType
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -30,7 +30,7 @@ from fshard.sharding.resolve_leaves import resolve_leaves, stages_of
 from fshard.sharding.rules import RuleLike, match
 from fshard.sharding.spec import P, Shape
 from fshard.sharding.stage_table import StageCut, StageTable
-from fshard.sharding.suggest_rules import warn_of_no_units
+from fshard.sharding.suggest_rules import suggest_rules, warn_of_no_units
 from fshard.sharding.validate import batch_spec, check_rounding, check_specs, misfit, tensors_of
 from fshard.sharding.validate_wires import check_wires, expect_wire
 from fshard.sharding.wire import Wire
@@ -323,7 +323,7 @@ class Plan:
 def make_plan(
     model: Any,
     mesh: Mesh,
-    rules: Sequence[RuleLike],
+    rules: Sequence[RuleLike] | Literal["auto"],
     *,
     batch: P | None = None,
     units: Sequence[str] = (),
@@ -337,6 +337,7 @@ def make_plan(
         model: what ``fs.split`` returned, or a nested dict of tensors (real or meta) for hand-written functions.
         mesh: a real or an abstract mesh.
         rules: ``(pattern, spec or tactic)`` pairs or ``fs.Rule``; ``re.fullmatch`` on paths, the first match wins.
+            ``"auto"`` for those of ``fs.suggest_rules``.
         batch: the spec of the batch; its axes are the data axes. The default on a mesh of one axis is that axis.
         units: for a nested dict, globs of subtrees that form units, as in ``fs.split``.
         precision: the dtypes of compute and communication, ``fs.Precision(...)``; None keeps those of the leaves.
@@ -356,6 +357,8 @@ def make_plan(
     16
     """
     code = code_of(model)
+    if rules == "auto":
+        rules = suggest_rules(model, mesh)
     wants: list[Want] = [
         ("model", model, (Mapping, Modelled), "what fs.split returned, or a nested dict of tensors"),
         ("mesh", mesh, Mesh, 'a mesh, fs.make_mesh((-1,), ("data",))'),
@@ -392,4 +395,4 @@ def make_plan(
     return plan
 
 
-_RULES = 'a list of (pattern, spec) pairs, such as [(r".*", fs.fsdp("data"))]'
+_RULES = 'a list of (pattern, spec) pairs, such as [(r".*", fs.fsdp("data"))], or "auto"'

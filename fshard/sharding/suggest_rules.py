@@ -3,6 +3,7 @@
 import math
 import warnings
 from collections.abc import Collection, Mapping
+from typing import Any
 
 import torch
 from torch import nn
@@ -21,23 +22,25 @@ LARGE = 16 << 20
 """Bytes from which on a model without units costs something."""
 
 REPLICAS = ("replica", "replicas", "ddp", "dp_replicate")
-OTHERS = tuple("tp tensor model ep expert cp context sp sequence pp pipeline stage stages".split())
-"""Names of axes over which FSDP does not shard: those of replicas, and those along which the batch is the same."""
+OTHERS = tuple("tp tensor model ep expert sp sequence pp pipeline stage stages".split())
+"""Names of axes over which FSDP does not shard: those of replicas, and those that cut layers, experts or stages."""
 
 
-def suggest_rules(model: nn.Module | Model, mesh: Mesh) -> list[RuleLike]:
+def suggest_rules(model: nn.Module | Model | Mapping[str, Any], mesh: Mesh) -> list[RuleLike]:
     """Rules that shard all leaves over the axes of a mesh that are for it, for ``fs.make_plan`` to start from.
 
-    * Axes named ``tp``, ``ep``, ``cp`` or alike are left to ``fs.parallel``, and ``stage`` to ``fs.Stages``: which
+    * Axes named ``tp``, ``ep`` or alike are left to ``fs.parallel``, and ``stage`` to ``fs.Stages``: which
       layers they cut is a property of the layers. A model that ``fs.parallel.parallelize`` returned says it, and gets a
       rule for each kind of cut leaf; for layers written by hand ``fs.parallel.megatron_rules`` does.
+    * Axes of the context (``cp``) have tokens of their own, so parameters are sharded over them as over data axes, and
+      the batch names them: ``batch=fs.P("data", "cp")``.
     * If another axis is left beside one named ``replica`` or alike, parameters are sharded over that one, and
       replicated over the replicas (HSDP).
     * All leaves get one rule: a group of flat-sharded leaves has one gather, whatever their sizes, so small leaves need
       no rule of their own. Leaves of whole numbers, such as counters, are kept whole.
 
     Args:
-        model: the module, or what ``fs.split`` made of it.
+        model: the module, what ``fs.split`` made of it, or a nested dict of tensors.
         mesh: the mesh.
 
     Returns:
@@ -51,13 +54,14 @@ def suggest_rules(model: nn.Module | Model, mesh: Mesh) -> list[RuleLike]:
     >>> suggest_rules(nn.Linear(4, 4), mesh)
     [('.*', fsdp(axis='data', min_size=0))]
     """
-    meant = "an nn.Module, or what fs.split returned"
+    meant = "an nn.Module, what fs.split returned, or a nested dict of tensors"
     wants: list[Want] = [
-        ("model", model, (nn.Module, Model), meant),
+        ("model", model, (nn.Module, Model, Mapping), meant),
         ("mesh", mesh, Mesh, "what fs.make_mesh returned"),
     ]
     expect("fs.suggest_rules(model, mesh)", wants)
-    leaves = dict(model.named_parameters() if isinstance(model, nn.Module) else tree.paths(model.params))
+    params = model.params if isinstance(model, Model) else model
+    leaves = dict(params.named_parameters() if isinstance(params, nn.Module) else tree.paths(params))
     cuts = {path: cut for path, cut in model_cuts(model).items() if cut.axis in mesh.axis_names}
     flat = _flat_axes(mesh)
     shard = tuple(dict.fromkeys((*flat, *(cut.axis for cut in cuts.values() if cut.local))))

@@ -8,6 +8,7 @@ from fshard.errors import PlanError
 from fshard.hints import teaching
 from fshard.optim.base import Optimizer
 from fshard.optim.checks import is_optimizer, optimizer_meant
+from fshard.optim.contract import contract
 from fshard.optim.scaling import LossScale
 from fshard.played.everywhere import made_on_each_rank
 from fshard.runtime.engine.buckets import Buckets, bucket_problems
@@ -29,7 +30,7 @@ from fshard.schedule.policy import Policy
 from fshard.sharding.plan import Plan
 from fshard.state.fit import check_optimizer
 from fshard.training.metrics import Metrics
-from fshard.training.train_step import TrainStep
+from fshard.training.train_step import TrainStep, programs_of
 
 
 @teaching
@@ -132,7 +133,22 @@ def make_train_step(
     asked = read_norms(norms, plan)
     options = Options(clip, skip_norm, skip, accumulate, donate, running, loss_scale, asked, skip_limit)
     warn_of_float16(plan, loss_scale)
+    if running.graph:
+        return _captured(loss_fn, opt, plan, options)
     if plan.stages is not None and plan.source is not None and plan.source.stages is not None:
         made: TrainStep = plan.source.stages.train_step(loss_fn, opt, plan, options)
         return made
     return TrainStep(loss_fn, opt, plan, options)
+
+
+def _captured(loss_fn: Callable[..., Any], opt: Optimizer, plan: Plan, options: Options) -> TrainStep:
+    """A train step that is captured as a graph."""
+    from fshard.runtime import whole_graph  # which other steps do not import
+
+    capture = whole_graph.device_capture.capture_of(plan.mesh.device)
+    problems = [*whole_graph.graph_problems(plan, opt, options, capture)]
+    if problems or capture is None:
+        raise PlanError("; ".join(problems))
+    programs = programs_of(plan, options, contract(opt))
+    runner = whole_graph.GraphRunner(loss_fn, programs, len(options.clip.rules), capture)
+    return TrainStep(loss_fn, opt, plan, options, programs, runner)

@@ -26,6 +26,7 @@ class RunReport:
         times: when each of them began, and when the last one was over.
         busy: by rank, the seconds since the end of the step before in which it did not wait for others; empty on one
             rank. The rank with the most is the one that others wait for.
+        graph: with ``Policy(graph="step")`` how it ran: "replayed", "captured", or "eager" and the reason.
     """
 
     seconds: float = 0.0
@@ -35,6 +36,7 @@ class RunReport:
     record: Sequence[Op] = field(default=(), repr=False)
     times: Sequence[float] = field(default=(), repr=False)
     busy: Sequence[float] = field(default=(), repr=False)
+    graph: str = ""
 
     @property
     def slowest(self) -> int | None:

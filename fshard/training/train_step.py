@@ -86,7 +86,7 @@ class TrainStep(OneFunction):
     ) -> None:
         self.opt, self.plan, self.options = opt, plan, options
         rule = contract(opt)
-        self._updating = Updating(rule, plan, plan, options.clip)
+        self._updating = Updating(rule, plan, plan, options.clip, options.running.graph)
         programs = programs or programs_of(plan, options, rule)
         runner = self._runner = runner or Runner(loss_fn, programs)
         grads = gradients_of(plan, programs.memory, self._updating.slices({}))
@@ -216,7 +216,9 @@ class TrainStep(OneFunction):
         latest = runner.latest
         flops = runner.flops(batch)
         busy = [row[0] for row in outcome.verdict.told] if self.plan.mesh.together.size > 1 else []
-        return RunReport(perf_counter() - begun, flops, device, latest.schedule, latest.record, latest.times, busy)
+        return RunReport(
+            perf_counter() - begun, flops, device, latest.schedule, latest.record, latest.times, busy, latest.graph
+        )
 
     def _conclude(
         self, state: TrainState, update: Update, outcome: Outcome, asked: Asked, ran: RunReport

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from fshard.errors import TreeError
+from fshard.optim.base import rate
 from fshard.optim.contract import Contract, LearningRate
 from fshard.runtime.execution import Gradients, PendingUpdate, Rounding, partly_updated, rounded_groups
 from fshard.runtime.memory.optimizer_layout import BufferLayout, UpdateSlice, shard_layouts, update_slices
@@ -26,12 +27,14 @@ class Updating:
         plan: the plan.
         chosen: the plan in which every leaf is frozen that it does not update.
         clip: the limits of gradient norms.
+        single: whether learning rates are rounded to float32, as graphs hold them.
     """
 
     opt: Contract
     plan: Plan
     chosen: Plan
     clip: Clip
+    single: bool = False
     _fits: object = None  # where the latest state that fits keeps the optimizer's buffers
     _rounding: Rounding | None = None  # that of the latest state
     _rated: tuple[object, Contract] | None = None  # the latest learning rate that was given, and the optimizer with it
@@ -97,7 +100,12 @@ class Updating:
         Raises:
             PlanError: it has no learning rate for this update.
         """
-        return self.rated(lr).at_step(step + 1)
+        rule = self.rated(lr).at_step(step + 1)
+        if self.single:
+            own = rate(rule.lr, step + 1)
+            single = torch.tensor(own, dtype=torch.float32, device="cpu").item()
+            rule = rule if own == single else rule.with_rate(single)
+        return rule
 
     def rated(self, lr: LearningRate) -> Contract:
         """The optimizer, with another learning rate if one is given.

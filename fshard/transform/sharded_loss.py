@@ -175,7 +175,7 @@ def check_loss(loss_fn: Any, plan: Any) -> None:
         ("plan", plan, Plan, "what fs.make_plan returned"),
     ]
     expect("(loss_fn, plan)", wants)
-    refuse_stages("(loss_fn, plan)", plan)
+    refuse_stages("derivatives of a loss", plan)
 
 
 def sharded_loss(

@@ -124,7 +124,7 @@ def planned(module: nn.Module, mesh: fs.Mesh, entries: Any = None, **options: An
     """A module as fshard's users make it parallel."""
     model = parallel.parallelize(fs.split(module, units="auto"), mesh, entries)
     rows = fs.P(tuple(axis for axis in mesh.axis_names if axis != "tp"))
-    return model, fs.make_plan(model, mesh, fs.suggest_rules(model, mesh), batch=rows, **options)
+    return model, fs.make_plan(model, mesh, "auto", batch=rows, **options)
 
 
 def train(module: nn.Module, axes: Sequence[str], entries: Any = None, **options: Any) -> Run:
@@ -139,6 +139,35 @@ def train(module: nn.Module, axes: Sequence[str], entries: Any = None, **options
     step = fs.make_train_step(loss, opt, plan, **options)
     run, _ = parity.sharded(step, state, plan, (plan.local_batch(batch(i)) for i in range(STEPS)), scheduled_from=None)
     return run
+
+
+Gradients = tuple[float, dict[str, Tensor]]
+"""The loss of a batch, and its gradient by the path of each leaf."""
+
+
+def differentiate(module: nn.Module, axes: Sequence[str]) -> Gradients:
+    """On a rank: the loss of the first batch and its whole gradients, on axes of two ranks each."""
+    mesh = fs.make_mesh((2,) * len(axes), tuple(axes))
+    model, plan = planned(module, mesh)
+    grad = fs.value_and_grad(lambda p, b: loss_of(model.apply(p, **b, use_cache=False)), plan)
+    loss, grads = grad(fs.shard(model.params, plan), plan.local_batch(batch(0)))
+    return float(loss), parity.whole(fs.unshard(grads, plan))
+
+
+def far_gradients(got: Gradients, module: nn.Module, near: float = 1e-5) -> list[str]:
+    """Where a loss and gradients are not those of plain PyTorch, relative to the largest number of each leaf.
+
+    A gradient that is zero but for rounding counts relative to a thousandth of the largest of all.
+    """
+    params = dict(module.named_parameters())
+    loss = loss_of(module(**batch(0), use_cache=False))
+    found = torch.autograd.grad(loss, list(params.values()), allow_unused=True)
+    want = {path: torch.zeros_like(p) if g is None else g for (path, p), g in zip(params.items(), found, strict=True)}
+    most = max(g.abs().max() for g in want.values())
+    sizes = {path: max(g.abs().max(), most / 1000) for path, g in want.items()}
+    scaled = [{path: g / sizes[path] for path, g in grads.items()} for grads in (got[1], want)]
+    told = [] if abs(got[0] - loss.item()) <= near * abs(loss.item()) else [f"loss {got[0]}, expected {loss.item()}"]
+    return told + parity.far_leaves(*scaled, near)
 
 
 def plain(module: nn.Module) -> Run:

@@ -94,6 +94,12 @@ BAD: dict[str, tuple[Any, Any, fs.Mesh, str]] = {
     ),
     "latent": (Attention, {"q": "mla_kv_a_proj"}, MESH, "q: .* needs the attribute qk_rope_head_dim"),
     "no plan": (Attention, None, MESH, "Attention brings no tensor-parallel plan"),
+    "no axis": (
+        net,
+        None,
+        fs.abstract_mesh((2, 2), ("data", "model")),
+        r"neither 'tp' for.*Name the axis, axis='model'",
+    ),
     "no experts": (net, None, fs.abstract_mesh((2,), ("ep",)), "Net brings no expert-parallel plan"),
     "tied": (
         net,
@@ -209,7 +215,7 @@ def test_neither_the_module_nor_the_given_model_is_changed() -> None:
         assert torch.equal(one.apply(one.params, **batch(0)), want)  # whole parameters, and no mesh in scope
         assert one.around == (model.around if one is not given else {})
     assert {path: set(vars(below)) for path, below in module.named_modules()} == names
-    assert parallel.parallelize(given, fs.abstract_mesh((2,), ("data",))).around == {}
+    assert parallel.parallelize(given, fs.abstract_mesh((2, 1), ("data", "tp"))).around == {}
 
 
 def test_rules_name_layers_once() -> None:

@@ -141,6 +141,18 @@ def test_other_families(family: str) -> None:
     assert sum(int(part) for _, part in parts) == count
 
 
+def test_attention_to_the_tokens_of_a_rank_alone_is_refused() -> None:
+    """A model that was made without the attention that knows of the cut: its loss would be wrong."""
+    mesh, split = fs.virtual_mesh((2,), ("cp",)), fs.split(model("sdpa"), units="auto")
+    plan = fs.make_plan(split, mesh, [(".*", fs.fsdp("cp"))], batch=P(None, "cp"))
+    step = fs.make_train_step(fs.causal_lm_loss(split, chunks=2), fs.optim.sgd(0.1), plan)
+    state = fs.init_state(plan, fs.optim.sgd(0.1), params=split.params)
+    with c.use_mesh(fs.make_mesh((1,), ("cp",))):
+        rows = parallel.context_batch(tokens()[:, : TIME // 2], tokens()[:, : TIME // 2])
+    with pytest.raises(fs.errors.PlanError, match=r"over the ranks of \('cp',\).*attn_implementation='fshard_ring'"):
+        step(state, rows)
+
+
 @pytest.mark.long
 def test_a_llama_whose_layers_are_cut_too() -> None:
     """Its own tensor-parallel plan beside the ring: each rank has some heads, and keys of these go round."""

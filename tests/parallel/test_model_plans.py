@@ -9,16 +9,28 @@ from torch import nn
 
 import fshard as fs
 from fshard import tree
-from tests.parallel.plan_models import DENSE, MIXED, MORE_MIXED, batch, hugging_face, net, plain, planned, train
+from tests.parallel.plan_models import (
+    DENSE,
+    MIXED,
+    MORE_MIXED,
+    batch,
+    differentiate,
+    far_gradients,
+    hugging_face,
+    net,
+    plain,
+    planned,
+    train,
+)
 from tests.shared import parity
 from tests.shared.workers import Pools
 
 TP = ("data", "tp")
 
 
-def on_ranks(module: nn.Module, axes: tuple[str, ...], entries: Any = None, **options: Any) -> list[parity.Run]:
+def on_ranks(module: nn.Module, axes: tuple[str, ...], *given: Any, run: Any = train, **options: Any) -> list[Any]:
     mesh = fs.virtual_mesh((2,) * len(axes), axes)
-    return mesh.run(train, module, axes, entries, **options)  # type: ignore[no-any-return]
+    return mesh.run(run, module, axes, *given, **options)  # type: ignore[no-any-return]
 
 
 def test_every_style_of_layers_equals_one_process() -> None:
@@ -64,6 +76,7 @@ def test_layers_equal_one_process_on_real_ranks(pool: Pools) -> None:
 def test_families_equal_one_process(family: str) -> None:
     pytest.importorskip("transformers")
     module = hugging_face(family)
+    assert [far_gradients(one, module) for one in on_ranks(module, TP, run=differentiate)] == [[]] * 4
     ranks = on_ranks(module, TP)
     assert parity.differences(ranks, plain(module)) == []
 
@@ -85,6 +98,7 @@ def test_mixtures_equal_one_process(family: str, axes: tuple[str, ...], experts:
     pytest.importorskip("transformers")
     module: Any = hugging_face(family)
     module.set_experts_implementation(experts)
+    assert [far_gradients(one, module) for one in on_ranks(module, axes, run=differentiate)] == [[]] * 4
     ranks = on_ranks(module, axes)
     assert parity.differences(ranks, plain(module)) == []
 

@@ -65,6 +65,11 @@ def asks(inner: Any) -> Any:
     return loss_fn
 
 
+def twice(inner: Any) -> Any:
+    """A tuple of tensors in the place of a loss."""
+    return lambda params, batch: (inner(params, batch).total,) * 2
+
+
 def penalty(inner: Any) -> Any:
     """A loss that reads leaves of all stages."""
     return lambda params, batch: inner(params, batch).total + params["embed"]["w"].square().sum()
@@ -144,6 +149,8 @@ STEPS: dict[str, Case] = {
         ("fs.Mean", "in_backward"),
     ),
     "values": (given(asks), "PlanError", ("depends on values of tensors",)),
+    "a pattern of no unit": (train(step={"remat": [("blcks.*", "all")]}), "PlanError", ("'blcks.*'", "match no unit")),
+    "two losses": (given(twice), "LossError", ("a tuple of (Tensor, Tensor)", "(loss, aux dict)")),
     "a leaf of another stage": (given(penalty), "PlanError", ("embed.w is read on stage 1", "held by stage 0")),
     "calls in another order": (
         given(lambda inner: inner, backwards()),

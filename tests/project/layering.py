@@ -54,7 +54,7 @@ LAYERS = (
 """The rooms, lowest first; ``""`` is the package's ``__init__``, and ``trainer`` a script on top of it. A room imports
 from lower layers only; files right under the package may also import others of their layer."""
 
-FLOORS = (("comm", "flight"), ("memory",), ("engine", "graphs"), ("execution",), ("steps",))
+FLOORS = (("comm", "flight"), ("memory",), ("engine", "graphs"), ("execution",), ("steps",), ("whole_graph",))
 """The rooms of the runtime, lowest first. A room imports from its own floor and from lower ones."""
 
 OWNERS = {"torch.distributed": "runtime.comm", "optree": "tree"}

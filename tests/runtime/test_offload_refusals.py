@@ -80,6 +80,8 @@ def test_a_pipeline_refuses_it() -> None:
 
 
 def test_a_step_that_would_move_nothing_is_refused() -> None:
+    words = refused("offload", lambda params, x: (params["0"]["w"].sum() * x).mean())
+    assert "nothing would leave" in words and "has 0 calls of units" in words and "fs.split(units=)" in words
     words = refused(fs.checkpoint_policies.offload(prefetch=5))
     assert "nothing would leave" in words and "has 5 calls of units, and with prefetch=5" in words
     assert "prefetch=9" in refused([("**", fs.checkpoint_policies.offload(prefetch=9))])

@@ -41,12 +41,17 @@ def test_rules() -> None:
         return fs.suggest_rules(meta(), fs.abstract_mesh((2,) * len(names), names))[-1][1]  # type: ignore[index]
 
     assert axes("data") == fs.fsdp("data") and axes("replica", "data", "tp") == fs.fsdp("data")
+    assert axes("data", "cp") == fs.fsdp(("data", "cp")) and axes("replica", "context") == fs.fsdp("context")
     assert axes("a", "b") == fs.fsdp(("a", "b")) and axes("stage", "data") == fs.fsdp("data")
     mesh = fs.abstract_mesh((2, 2), ("replica", "data"))
     rules = fs.suggest_rules(meta(), mesh)
     model = fs.split(meta(), units=fs.suggest_units(meta()))
     plan = fs.make_plan(model, mesh, rules, batch=fs.P(("replica", "data")))
     assert plan.leaves["count"].at_rest == fs.P() and plan.leaves["embed.weight"].at_rest == fs.P(flat="data")
+    assert fs.make_plan(model, mesh, "auto", batch=plan.batch) == plan
+    assert fs.make_plan({"w": torch.ones(4)}, mesh, "auto", batch=plan.batch).leaves["w"].at_rest == fs.P(flat="data")
+    with pytest.raises(PlanError, match=r"rules is 'car'.*or \"auto\""):
+        fs.make_plan(model, mesh, "car", batch=plan.batch)  # type: ignore[arg-type]
     with pytest.raises(PlanError, match=r"every axis of \('tp',\)"):
         axes("tp")
 

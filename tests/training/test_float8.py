@@ -327,8 +327,23 @@ def test_transforms_refuse_it() -> None:
         with pytest.raises(errors.TransformError, match="multiplies 4 leaves in float8, such as blocks.0.up.weight"):
             f(params, batch(0))
         hvp = fs.func.hvp(lambda p, rows: loss_of(model(), p, rows), plan, reshard=reshard)
-        with pytest.raises(errors.TransformError, match="multiplies 4 leaves in float8"):
+        with pytest.raises(errors.TransformError, match=r"4 leaves in float8.*fs\.reshard_state\(state, exact, opt\)"):
             hvp(params, params, batch(0))
+
+
+def test_the_way_to_derivatives_that_the_refusal_names() -> None:
+    """Shards of a plan without float8: they are cut elsewhere than at rows."""
+
+    def on_a_rank(mesh: fs.Mesh) -> torch.Tensor:
+        opt = fs.optim.sgd(0.1)
+        plan = fs.make_plan(model(), mesh, RULES, batch=fs.P("data"), precision=FLOAT8_ROWS)
+        state, exact = fs.init_state(plan, opt, params=model().params), plan.replace(precision=fs.Precision())
+        params = fs.reshard_state(state, exact, opt).params
+        rows = exact.local_batch(batch(0))
+        return fs.tree.norm(fs.func.hvp(lambda p, b: loss_of(model(), p, b), exact)(params, params, rows), exact)
+
+    one, two = (fs.virtual_mesh((size,), ("data",)) for size in (1, 2))
+    torch.testing.assert_close(two.run(lambda: on_a_rank(two))[0], one.run(lambda: on_a_rank(one))[0])
 
 
 def test_devices_without_float8_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -206,3 +206,17 @@ def test_products_of_short_dtypes_have_the_digits_of_float32(dtype: torch.dtype)
     plan = fs.make_plan(params, fs.make_mesh((1,), ("shard",)), [(".*", fs.fsdp("shard"))])
     assert fs.tree.vdot(params, params, plan).item() == pytest.approx(1001 * 90000 + 3, rel=1e-6)
     assert fs.tree.norm(params, plan).item() == pytest.approx((1001 * 90000 + 3) ** 0.5, rel=1e-7)
+
+
+@pytest.mark.parametrize("tool", ["per_sample_grad", "clipped_grad"])
+def test_samples_whose_leaves_ranks_have_parts_of_are_refused(tool: str) -> None:
+    """Norms would be of parts, others on each rank."""
+    whole = {"up": torch.ones(4, 2), "down": torch.ones(2, 4)}
+    mesh = fs.abstract_mesh((1, 2), ("data", "tp"))
+    rules = fs.parallel.megatron_rules(column="up", row="down", flat="data")[:-1]
+    plan = fs.make_plan(whole, mesh, rules, batch=fs.P("data"))
+    make = getattr(fs.func, tool)
+    with pytest.raises(
+        fs.errors.PlanError, match=r"parts of 2 leaves, such as up \[4, 2\].*axes \('tp',\) have one rank"
+    ):
+        make(lambda params, batch: params["up"].sum(), plan, *((1.0,) if tool == "clipped_grad" else ()))

@@ -11,6 +11,8 @@ too, after its timeout.
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import Any
+from weakref import WeakSet
 
 from fshard.errors import CommError
 from fshard.runtime.comm.nccl import NcclCommunicator
@@ -32,6 +34,7 @@ class Cuts:
     Attributes:
         since: when a program last began, or one inside of it ended; infinite outside of programs.
         told: why communicators were aborted in the present program; empty if none were.
+        graphs: what holds graphs of steps, which call communicators.
     """
 
     def __init__(
@@ -43,7 +46,13 @@ class Cuts:
     ) -> None:
         self.watchdog, self.rank, self.waiting, self.abort = watchdog, rank, waiting, abort
         self.since, self.told = float("inf"), ""
+        self.graphs: WeakSet[Any] = WeakSet()
         watchdog.looks.append(self.look)
+
+    def drop_graphs(self) -> None:
+        """Drop the graphs of steps, before communicators that they call end. On any thread."""
+        for each in [*self.graphs]:
+            each.drop()
 
     @contextmanager
     def program(self) -> Iterator[None]:

@@ -137,6 +137,7 @@ class ProcessTransport:
 
     def _heard(self, role: str, comms: Sequence[NcclCommunicator], reason: str) -> None:
         """Another rank has failed in its program, or cannot continue at all."""
+        self.cuts.drop_graphs()
         if role == COLLECTIVES:
             self._cut(comms, reason)  # they stay: nobody would help to make new ones
         else:
@@ -173,6 +174,7 @@ class ProcessTransport:
 
     def _drop(self, comms: Sequence[Communicator | None], reason: str) -> None:
         """Close communicators: first those that send peers a message, then those that leave a note in the store."""
+        self.cuts.drop_graphs()
         for comm in comms:
             if isinstance(comm, HostCommunicator):
                 comm.close(reason)

@@ -35,7 +35,7 @@ def read_loss(result: Any) -> Loss:
     aux: Mapping[str, Any] = {}
     if isinstance(result, tuple):
         if len(result) != 2 or not isinstance(result[1], Mapping):
-            kinds = ", ".join(type(part).__name__ for part in result)
+            kinds = ", ".join("Tensor" if isinstance(part, Tensor) else type(part).__name__ for part in result)
             raise LossError(f"the loss function returned a tuple of ({kinds}): return a loss, or (loss, aux dict)")
         head, aux = result
     total = head.total if isinstance(head, Mean) else head

@@ -70,7 +70,7 @@ class Remat:
         for glob, policy in self.rules:
             path = next((path for path in leaves if glob in missed and policy.ahead and glob_matches(glob, path)), "")
             if path:
-                raise donated(glob, path, names)
+                raise no_unit(glob, path, names, policy.ahead)
         if missed and [glob for glob, _ in self.rules] != [ANY]:  # "all" of none is fine
             idle = [f"{glob!r}{glob_meant(glob, names)}" for glob in missed]
             remedy = f"Globs must match a whole name; there are {', '.join(names) or 'no units'}."
@@ -112,8 +112,10 @@ class Remat:
 NO_REMAT = Remat()
 
 
-def donated(glob: str, path: str, units: Sequence[str]) -> PlanError:
-    """The error of a rule that offloads a parameter, whose memory is the state's."""
+def no_unit(glob: str, path: str, units: Sequence[str], ahead: int) -> PlanError:
+    """The error of a rule that offloads a parameter, whose memory is the state's, or all units where there are none."""
+    if glob == ANY:
+        return nothing_leaves(0, ahead)
     return PlanError(
         f"remat=[({glob!r}, 'offload')] names {path}, a parameter: its memory is that of the state, which each step "
         f"donates, and of the arena. What leaves are activations of units: {', '.join(units) or 'there are none'}. To "

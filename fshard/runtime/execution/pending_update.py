@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -15,6 +15,13 @@ from fshard.runtime.execution.rounding import Rounding
 from fshard.runtime.execution.shards import Calls, Gradients, Shard, Shards, Slices
 from fshard.runtime.memory.optimizer_layout import RESIDUAL, UpdateSlice
 from fshard.sharding.plan import Plan
+
+
+class NumbersInMemory(Protocol):
+    """The numbers of an update in device memory, for a graph that is replayed with others."""
+
+    def of(self, limit: int, dtype: torch.dtype) -> dict[str, Any]:
+        """Arguments of the optimizer's update, for slices of a clipping rule whose gradients are of a dtype."""
 
 
 @dataclass(eq=False)
@@ -58,10 +65,11 @@ class PendingUpdate:
         held = [buffer for group in self.waiting for buffer in self.grads.buffers(group)]
         return [*held, *self.divisors.values()]
 
-    def apply(self, shards: Shards, groups: Sequence[int]) -> None:
+    def apply(self, shards: Shards, groups: Sequence[int], numbers: NumbersInMemory | None = None) -> None:
         """Update these groups, unless that was done: one call for all slices of equal hyper-parameters and dtype.
 
-        If the rule raises before it has written anything, these groups still wait, and can be updated later.
+        If the rule raises before it has written anything, these groups still wait, and can be updated later. With
+        ``numbers`` the rule reads these in the place of this update's own.
 
         Raises:
             StateError: it had written something, now or before.
@@ -77,7 +85,7 @@ class PendingUpdate:
         try:
             with torch.no_grad():
                 for call in [call for each in calls for call in each.slices]:
-                    self._call(call)
+                    self._call(call, numbers)
                 for group in staged:
                     self._update_staged(group, shards[group])
                 self._keep(due, shards)
@@ -132,16 +140,25 @@ class PendingUpdate:
         parts = [[g for g in groups if g not in stagings and (g in rounded) is apart] for apart in (False, True)]
         return [g for g in groups if g in stagings], [shards.calls(self.grads, tuple(part)) for part in parts]
 
-    def _call(self, call: Slices) -> None:
+    def _call(self, call: Slices, numbers: NumbersInMemory | None = None) -> None:
         if self.rounding is not None and call.places[0][0] in self.rounding.groups:
             self.rounding.update(call, self.step, self._rule)
         else:
-            self._rule([*call.params], [*call.grads], [*call.states], call.cut)
+            self._rule([*call.params], [*call.grads], [*call.states], call.cut, numbers)
 
     def _rule(
-        self, params: list[Tensor], grads: list[Tensor], states: list[dict[str, Tensor]], cut: UpdateSlice
+        self,
+        params: list[Tensor],
+        grads: list[Tensor],
+        states: list[dict[str, Tensor]],
+        cut: UpdateSlice,
+        numbers: NumbersInMemory | None = None,
     ) -> None:
-        more: dict[str, Any] = {"late": cut.late} if cut.late else {}
+        if numbers is not None:
+            more = numbers.of(cut.limit, grads[0].dtype)
+            self.opt.update(params, grads, states, step=self.step + 1, hyper=cut.hyper, **more)
+            return
+        more = {"late": cut.late} if cut.late else {}
         scale, step = self._divisor(cut.limit, grads[0]), self.step + 1
         self.opt.update(params, grads, states, step=step, hyper=cut.hyper, grad_scale=scale, found_inf=None, **more)
 
@@ -198,10 +215,10 @@ class Several:
         for part in self.parts:
             part.refuse(why)
 
-    def apply(self, shards: Shards, groups: Sequence[int]) -> None:
+    def apply(self, shards: Shards, groups: Sequence[int], numbers: NumbersInMemory | None = None) -> None:
         """See ``PendingUpdate.apply``."""
         for part in self.parts:
-            part.apply(shards, groups)
+            part.apply(shards, groups, numbers)
 
     def finish(self, shards: Shards) -> None:
         """See ``PendingUpdate.finish``."""
@@ -240,10 +257,17 @@ class Update:
         shards: the shards.
         pending: the update; None if it was applied.
         stale: the groups whose shards lack what other ranks updated; those that are whole again are taken out of it.
+        numbers: those that its rule reads in the place of its own, in a graph.
     """
 
-    def __init__(self, shards: Shards, pending: "PendingUpdate | Several | None", stale: dict[int, None]) -> None:
-        self.shards, self.pending, self.stale = shards, pending, stale
+    def __init__(
+        self,
+        shards: Shards,
+        pending: "PendingUpdate | Several | None",
+        stale: dict[int, None],
+        numbers: NumbersInMemory | None = None,
+    ) -> None:
+        self.shards, self.pending, self.stale, self.numbers = shards, pending, stale, numbers
         self._stale_at_start = tuple(stale)
         self.stopped = False
 
@@ -255,12 +279,18 @@ class Update:
     def apply(self, groups: Sequence[int]) -> None:
         """Update these groups, unless that was done; see ``PendingUpdate.apply``."""
         if self.pending is not None:
-            self.pending.apply(self.shards, () if self.stopped else groups)
+            self.pending.apply(self.shards, () if self.stopped else groups, self.numbers)
 
     def finish(self) -> None:
         """Update every group that was not updated yet. Local."""
         if self.pending is not None:
             self.pending.finish(self.shards)
+
+    def made(self) -> None:
+        """Note that a graph has made the update, and gathered what other ranks have updated."""
+        if isinstance(self.pending, PendingUpdate):
+            self.pending.waiting.clear()
+        self.stale.clear()
 
     def stop(self) -> None:
         """Update nothing more. What was updated is still sent: other ranks wait for it."""

@@ -45,6 +45,7 @@ class StepMemory:
         infos: what schedules know of the groups.
         train: whether there are gradients.
         poison: fill new memory with nan.
+        fixed: keep the memory of gradients, so that they lie where a graph of the step has found them.
 
     Attributes:
         gradients: the buffers of trainable groups, by group id.
@@ -57,8 +58,8 @@ class StepMemory:
         passing: the groups whose gradients have memory on the device only from the backward to the update.
     """
 
-    def __init__(self, plan: Plan, infos: Sequence[GroupInfo], train: bool, poison: bool) -> None:
-        self.plan, self.infos, self.poison = plan, infos, poison
+    def __init__(self, plan: Plan, infos: Sequence[GroupInfo], train: bool, poison: bool, fixed: bool = False) -> None:
+        self.plan, self.infos, self.poison, self.fixed = plan, infos, poison, fixed
         self.gradients: dict[int, GroupBuffers] = {}
         self.homes: dict[int, Tensor] = {}
         self.left: dict[int, Mapping[str, Tensor]] = {}
@@ -67,7 +68,7 @@ class StepMemory:
         self.order = ComputeOrder()
         self.reduced = frozenset(number for number, info in enumerate(infos) if train and info.reduced)
         self.trained = [group for group in plan.groups if train and group.trainable]
-        self.passing = frozenset([group.id for group in self.trained if not group.offloaded])
+        self.passing = frozenset([group.id for group in self.trained if not group.offloaded and not fixed])
 
     @functools.cached_property
     def offload(self) -> Offload:

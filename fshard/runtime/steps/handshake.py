@@ -1,10 +1,10 @@
 """The first exchange of a step: all ranks are about to run the same, on batches that fit together."""
 
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
-from typing import Any
+from typing import Any, NamedTuple
 
 from fshard.errors import ScheduleError, lines
 from fshard.runtime.comm import CALL_SITE_BYTES, Communicator, announce, exchange_bytes, exchange_text
@@ -44,6 +44,7 @@ class Terms:
         facts: what must be equal on all ranks.
         rows: which sizes of batches must be equal.
         equal_rows: whether batches must be of equal sizes on all ranks.
+        mode: how this rank could run it, a number from 0 on that all ranks are told.
     """
 
     call: str
@@ -52,9 +53,22 @@ class Terms:
     facts: Facts = Facts()  # noqa: RUF009 - likewise
     rows: BatchRows = BatchRows()  # noqa: RUF009 - likewise
     equal_rows: bool = False
+    mode: int = 0
 
 
-def agree(comm: Communicator, terms: Terms, failure: BaseException | None = None) -> list[str]:
+class Agreement(NamedTuple):
+    """The result of a handshake.
+
+    Attributes:
+        uneven: how the sizes of batches are unequal, a line a rank; nothing if they are not.
+        modes: how each rank could run what all are about to run.
+    """
+
+    uneven: list[str]
+    modes: Sequence[int]
+
+
+def agree(comm: Communicator, terms: Terms, failure: BaseException | None = None) -> Agreement:
     """Compare this rank's call, facts, schedule and batch with all others', before anything else is sent.
 
     Args:
@@ -62,34 +76,36 @@ def agree(comm: Communicator, terms: Terms, failure: BaseException | None = None
         terms: this rank's.
         failure: what went wrong on this rank before it could take part.
 
-    Returns:
-        How the sizes of batches are unequal, a line a rank; nothing if they are not.
-
     Raises:
         ReplicationError, ScheduleError, BatchError, PeerError: on every rank alike; or this rank's own failure.
     """
     if comm.size == 1:
         if failure is not None:
             raise failure
-        return []
+        return Agreement([], (terms.mode,))
     intent, facts, rows, found = terms.intent, terms.facts, terms.rows, modes()
     mine = [
-        FAILED if failure else OK,
+        FAILED if failure else -terms.mode,
         intent.number,
         facts.number ^ number_of(found),
         *rows.numbers(None if failure else terms.batch),
     ]
     told = announce(comm, terms.call, mine)
     status, schedules, numbers = zip(*[row[:3] for row in told], strict=True)
-    if any(status):
-        raise_failure(comm, failure, status)
+    if FAILED in status:
+        raise_failure(comm, failure, [max(each, OK) for each in status])
     if END.number not in schedules:  # a rank at the end of its step has no facts
         compare_numbers(comm, numbers, facts if len(set(numbers)) == 1 else with_modes(facts, found))
     if len(set(schedules)) > 1:
         raise different_schedules(comm, intent)
-    if unlike := rows.unlike([row[3:] for row in told]):
+    return Agreement(_uneven(terms, [row[3:] for row in told]), [-each for each in status])
+
+
+def _uneven(terms: Terms, told: Sequence[Sequence[int]]) -> list[str]:
+    """Say how the sizes of batches are unequal, unless that is an error."""
+    if unlike := terms.rows.unlike(told):
         raise unlike
-    uneven = rows.uneven([row[3:] for row in told])
+    uneven = terms.rows.uneven(told)
     if terms.equal_rows and uneven:
         raise uneven_rows(uneven)
     return uneven

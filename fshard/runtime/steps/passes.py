@@ -67,7 +67,7 @@ class Passes:
         engine: Engine,
         sink: Any,
         parts: Sequence[Any],
-        scale: float = 1.0,
+        scale: float | Tensor = 1.0,
         opened: Context = nullcontext,
         watch: Context = nullcontext,
     ) -> PassResult:
@@ -77,7 +77,7 @@ class Passes:
             engine: runs its units.
             sink: a ``Sink`` that the engine can ask what is readable.
             parts: the microbatches.
-            scale: what the loss is multiplied by for the backward.
+            scale: what the loss is multiplied by for the backward; in a graph the seed of the backward, 0-dim.
             opened: the context of the user's code, where signals are let through.
             watch: a context around the function.
         """
@@ -100,7 +100,7 @@ class Passes:
                             loss = read_loss(self._called(engine, part))
                         self._check(loss, weighted, found)
                         weighted = loss.count is not None
-                        seed = torch.full_like(loss.total, scale / self.divisor)
+                        seed = self._seed(loss.total, scale)
                         with opened():
                             engine.differentiate(loss.total, seed)
                         losses.append((loss.total.detach(), 1.0 if loss.count is None else loss.count))
@@ -114,6 +114,12 @@ class Passes:
         finally:
             engine.stop()
         return PassResult(losses, found, bool(weighted))
+
+    def _seed(self, total: Tensor, scale: float | Tensor) -> Tensor:
+        """The gradient of a loss from which its backward starts."""
+        if isinstance(scale, Tensor):
+            return scale.to(total.dtype, copy=True).expand_as(total)
+        return torch.full_like(total, scale / self.divisor)
 
     def _called(self, engine: Engine, part: Any) -> Any:
         """Return what the function returns."""

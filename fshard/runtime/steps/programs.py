@@ -125,7 +125,7 @@ class Programs:
         if cache is not None:
             report = {unit: dict(runs) for unit, runs in cache.report.items()}
             cache = replace(cache, graphs=dict(cache.graphs), report=report)
-        memory = StepMemory(self.plan, self.infos, self.train, self.memory.poison)
+        memory = StepMemory(self.plan, self.infos, self.train, self.memory.poison, self.memory.fixed)
         return replace(
             self, memory=memory, cache=cache, engine=engine, choices=dict(self.choices), contests={}, made={}
         )
@@ -361,7 +361,7 @@ def make_programs(
     secondary = running.policy.secondary if isinstance(running.policy, Policy) else fast_axes(plan) if train else ()
     infos, comms = group_infos(plan, state, () if auto else secondary), Communicators(plan, secondary)
     second = {secondary: group_infos(plan, state, secondary)} if auto and secondary else {}
-    memory, cache = StepMemory(plan, infos, train, running.debug), make_cache(running.compile)
+    memory, cache = StepMemory(plan, infos, train, running.debug, running.graph), make_cache(running.compile)
     made = Programs(plan, running.policy, accumulate, train, comms, infos, second, memory, running.remat, cache)
     return replace(made, engine=Debugging()) if running.debug else made
 

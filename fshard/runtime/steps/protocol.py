@@ -28,7 +28,7 @@ from fshard.runtime.execution.executor import OnDemand, Scheduled
 from fshard.runtime.execution.observers import begin
 from fshard.runtime.steps.consensus import FAILED, OK, Columns, JointRow, exchange_row
 from fshard.runtime.steps.failures import together
-from fshard.runtime.steps.handshake import Terms, agree
+from fshard.runtime.steps.handshake import Agreement, Terms, agree
 from fshard.runtime.steps.pace import Pace
 from fshard.runtime.steps.rank_end import End, attempted, foretold
 from fshard.sharding.mesh import Axes, Mesh
@@ -78,7 +78,7 @@ class Meetings:
 
     def handshake(
         self, executor: Scheduled | OnDemand, terms: Terms, comms: Sequence[Communicators], axes: Sequence[Axes]
-    ) -> list[str]:
+    ) -> Agreement:
         """Compare what ranks are about to run, and open the communicators that it needs.
 
         Args:
@@ -87,21 +87,18 @@ class Meetings:
             comms: the communicators of each pass.
             axes: those of the collectives that the program itself calls.
 
-        Returns:
-            How the sizes of batches are unequal, a line a rank; nothing if they are not.
-
         Raises:
             ReplicationError, ScheduleError, BatchError, PeerError: on every rank alike.
         """
         transport = self.transport
         begin(self.mesh, executor)
         with together(transport):
-            uneven = executor.handshake(lambda: agree(self.control, terms))
+            agreed = executor.handshake(lambda: agree(self.control, terms))
             for each in comms:
                 each.open()
             for some in axes:
                 transport.communicator(COLLECTIVES, some)  # all ranks are here, and none can fail alone yet
-        return uneven
+        return agreed
 
     def run(self, executor: Scheduled | OnDemand, program: Callable[[], T]) -> tuple[T | None, End]:
         """Run this rank's program. Where it fails, ranks that wait in its collectives learn at once that none come."""

@@ -35,6 +35,7 @@ class StepRequest(NamedTuple):
         randomness: makes the context in which an attempt draws its random numbers.
         accumulated: what is added to the gradients, and times what, by group id.
         loss_scale: what the loss is multiplied by for the backward.
+        seed: in a graph, the gradient of a loss from which its backward starts.
         feedback: what residuals are multiplied by when they are added to gradients.
         normed: whether anybody reads the norm of the gradient; the same on all ranks.
         rules: the number of sets of leaves of which norms are asked for.
@@ -51,6 +52,7 @@ class StepRequest(NamedTuple):
     randomness: Callable[[], AbstractContextManager[None]] = nullcontext
     accumulated: Mapping[int, tuple[Tensor, float]] = NOTHING
     loss_scale: float = 1.0
+    seed: Tensor | None = None
     feedback: float = 1.0
     normed: bool = True
     rules: int = 0
@@ -71,10 +73,17 @@ class Ready:
 
 @dataclass(frozen=True)
 class Agreed:
-    """A program that all ranks are about to run. ``uneven`` says how the sizes of batches differ."""
+    """A program that all ranks are about to run.
+
+    Attributes:
+        ready: it, on this rank.
+        uneven: how the sizes of batches differ.
+        modes: how each rank could run it; see ``Terms.mode``.
+    """
 
     ready: Ready
     uneven: list[str]
+    modes: Sequence[int] = (0,)
 
 
 class PassResult(NamedTuple):
@@ -129,6 +138,7 @@ class Latest:
         times: when each of them began, and when the last one was over.
         prepared: the program that ran.
         apart: the reason why a step function ran part by part; empty if it did not.
+        graph: with ``Policy(graph="step")`` how it ran: "replayed", "captured", or "eager" and the reason.
     """
 
     schedule: Schedule | None = None
@@ -136,3 +146,4 @@ class Latest:
     times: Sequence[float] = field(default=(), repr=False)
     prepared: Prepared | None = field(default=None, repr=False)
     apart: str = ""
+    graph: str = ""

@@ -231,14 +231,12 @@ class Runner:
 
     # -- handshake ----------------------------------------------------------------------------------------------------
 
-    def _handshake(self, ready: Ready) -> Agreed:
-        prepared, given = ready.prepared, ready.request
-        intent = Intent(prepared.digest, prepared.text)
+    def _handshake(self, ready: Ready, mode: int = 0) -> Agreed:
+        prepared, call, batch = ready.prepared, self.call, ready.request.batch
         equal_rows = self.programs.train and prepared.weighted is False
         rows = self.rows.of(self.programs.train and prepared.route is not None, prepared.axes)
-        terms = Terms(self.call, intent, given.batch, ready.facts, rows, equal_rows)
-        uneven = self._meetings.handshake(ready.executor, terms, [self.programs.comms], prepared.axes)
-        return Agreed(ready, uneven)
+        terms = Terms(call, Intent(prepared.digest, prepared.text), batch, ready.facts, rows, equal_rows, mode)
+        return Agreed(ready, *self._meetings.handshake(ready.executor, terms, [self.programs.comms], prepared.axes))
 
     # -- run ----------------------------------------------------------------------------------------------------------
 
@@ -264,8 +262,9 @@ class Runner:
         watch, opened = partial[Any](nullcontext), given.shield.opened
         if isinstance(executor, OnDemand):
             watch = partial(GlueWatch, prepared.engine, executor, self.programs.train)
+        scale, parts = given.loss_scale if given.seed is None else given.seed, agreed.ready.parts
         with given.randomness():
-            measured = self.passes.run(prepared.engine, executor, agreed.ready.parts, given.loss_scale, opened, watch)
+            measured = self.passes.run(prepared.engine, executor, parts, scale, opened, watch)
         if isinstance(executor, OnDemand):
             self._check_rows(agreed, measured)
             executor.ask("the end of the program")  # a rank that failed after its last request answers here
@@ -331,18 +330,20 @@ class Runner:
 
     def _tally(self, ran: ProgramRun) -> Tally:
         """Read what this rank's program came to."""
-        given, gradients = ran.agreed.ready.request, ran.agreed.ready.prepared.actions.gradients
-        losses, aux, weighted = ran.measured
         if not self.programs.train:  # all ranks average as many numbers, or none does
-            return tally((), (), (), aux, False, False)
+            return tally((), (), (), ran.measured.aux, False, False)
+        losses, aux, weighted = ran.measured
+        return tally(*self._norms(ran.agreed.ready), losses, aux, weighted, ran.agreed.ready.request.stop)
+
+    def _norms(self, ready: Ready) -> tuple[RuleNorms, Sequence[RuleNorms]]:
+        """The norms of complete gradients: of each group, and of the leaves of each rule that asks for one."""
+        given, gradients = ready.request, ready.prepared.actions.gradients
         gradients.complete()
         taken = gradients.all_norms() if given.normed else {}
         norms = {group: (gradients.shares[group], norm) for group, norm in taken.items()}
-        rule_norms: Sequence[RuleNorms] = ()
         if given.rules:
             gradients.arrive()
-            rule_norms = given.rule_norms(norms)
-        return tally([*norms.values()], rule_norms, losses, aux, weighted, given.stop)
+        return [*norms.values()], given.rule_norms(norms) if given.rules else ()
 
     def _learn(self, agreed: Agreed, executor: OnDemand, weighted: bool) -> None:
         """Write down the program that a run on demand has found, for a schedule."""
@@ -361,8 +362,7 @@ class Runner:
 
     def _common(self, found: ProgramTrace) -> bool:
         """Tell whether all ranks have found the same program; evaluations may end at different calls. Collective."""
-        control = self.programs.comms.control
-        if control.size == 1:
+        if (control := self.programs.comms.control).size == 1:
             return True
         numbers = exchange(control, torch.tensor([digest(found.program.text)], device="cpu"))
         common = len(set(numbers.flatten().tolist())) == 1

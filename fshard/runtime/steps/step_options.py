@@ -30,6 +30,11 @@ class RunOptions:
     remat: Remat = NO_REMAT
     buckets: Buckets | None = None
 
+    @property
+    def graph(self) -> bool:
+        """Tell whether steps are captured and replayed."""
+        return isinstance(self.policy, Policy) and self.policy.graph == "step"
+
     def debugged(self, debug: bool) -> "RunOptions":
         """The same, in debug mode also where this says so."""
         return replace(self, debug=self.debug or debug)
@@ -69,6 +74,8 @@ def read_running(
         raise PlanError("; ".join(problems))
     if not updates and policy.update != "deferred":
         raise PlanError(f"schedule={schedule!r}: only fs.make_train_step can update in the backward")
+    if not updates and isinstance(policy, Policy) and policy.graph != "none":
+        raise PlanError(f"schedule={schedule!r}: only fs.make_train_step captures graphs")
     return RunOptions(policy, debug, compile, read_remat(remat), buckets)
 
 
