@@ -24,7 +24,8 @@ def test_results_go_to_memory_that_is_given() -> None:
     want = backward(*values)
     graph = make_fx(backward, tracing_mode="fake")(*values)
     unchanged = str(graph.graph)
-    written, kept = write_gradients(graph, 1)
+    written, kept, like = write_gradients(graph, 1)
+    assert [x.shape for x in like] == [x.shape for x in want[1:]]
     assert str(graph.graph) == unchanged
     assert kept == [1, 5]  # the product that is read again, and the running sum
     made = [torch.full_like(x, torch.nan, memory_format=torch.contiguous_format) for x in want[1:]]

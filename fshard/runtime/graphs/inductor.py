@@ -98,15 +98,9 @@ class _Compiled:
         if second is not None:
             names = [*(node.name for node in made), *(f"primals_{n + 1}" for n in self.inputs)]
             self.order = _order(second, holders, names)
-            self._compile_second(second, joint)
-
-    def _compile_second(self, second: fx.GraphModule, joint: Joint) -> None:
-        """Compile the backward so that it writes the gradients of leaves."""
-        self.two = functools.partial(_in_two, second, self.parts, joint)
-        results: Any = second.graph.output_node().args[0]
-        self.like = [value(node) for node in results[self.parts :]]
-        written, self.copied = write_gradients(second, self.parts)
-        self.second = _Half(written, backward=True)
+            self.two = functools.partial(_in_two, second, self.parts, joint)
+            written, self.copied, self.like = write_gradients(second, self.parts)
+            self.second = _Half(written, backward=True)
 
     # The functions of a ``Code``.
 

@@ -15,11 +15,12 @@ from fshard.runtime.graphs.partition import ATEN, is_view, value
 from fshard.torch_internals import OpOverload, inductor_ir, register_lowering
 
 
-def write_gradients(backward: fx.GraphModule, parts: int) -> tuple[fx.GraphModule, list[int]]:
+def write_gradients(backward: fx.GraphModule, parts: int) -> tuple[fx.GraphModule, list[int], list[Tensor]]:
     """A graph that writes its results from number ``parts`` on to further arguments, one for each of them.
 
     Returns:
-        the graph; and the numbers, counted from ``parts``, of the results that it returns, behind the first ones.
+        The graph; the numbers, counted from ``parts``, of the results that it returns, behind the first ones; and what
+        the further arguments are like.
     """
     graph = copy.deepcopy(backward.graph)
     output = graph.output_node()
@@ -44,7 +45,7 @@ def write_gradients(backward: fx.GraphModule, parts: int) -> tuple[fx.GraphModul
     output.args = ([*flat[:parts], *[flat[parts + number] for number in kept]],)
     for node in products:
         graph.erase_node(node)
-    return fx.GraphModule(backward, graph), kept
+    return fx.GraphModule(backward, graph), kept, list(map(value, flat[parts:]))
 
 
 def _compiled(node: fx.Node) -> bool:
