@@ -46,7 +46,7 @@ from fshard.schedule.transfers import EDGE, HOST, SECOND, STATE, Transfer, await
 ALIGN = 256
 """Bytes: items start at multiples of it, which suits vector loads and collectives on every device."""
 
-TOGETHER = 1 << 20
+TOGETHER = 1 << 16
 """Bytes that updates may take at once to run in one call of the optimizer: small ones cost more to call than to do."""
 
 

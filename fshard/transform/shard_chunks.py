@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from fshard.runtime.memory.memory_spaces import memory_space
+from fshard.runtime.memory.slots import storage_of
 from fshard.sharding.layout import Group
 from fshard.state.elementwise import unguarded
 from fshard.state.flat import FlatForm, alike, known_flat
@@ -41,8 +42,7 @@ def _chunk(group: Group, leaves: Sequence[Placed], form: FlatForm) -> Tensor:
         begin, _, first = leaves[0]
         storage, start = first.untyped_storage(), first.storage_offset() - begin
         alike = all(
-            leaf.untyped_storage().data_ptr() == storage.data_ptr() and leaf.storage_offset() - at == start
-            for at, _, leaf in leaves
+            storage_of(leaf) == storage_of(first) and leaf.storage_offset() - at == start for at, _, leaf in leaves
         )
         if alike and start >= 0 and (start + group.chunk) * group.dtype.itemsize <= storage.nbytes():
             return first.detach().as_strided((group.chunk,), (1,), start)

@@ -238,7 +238,11 @@ def test_two_threads_that_close_a_mesh_never_destroy_the_default_group(monkeypat
     monkeypatch.setattr(processes.dist, "destroy_process_group", ended.append)
     for line in range(20):
         transport, lines = object.__new__(processes.ProcessTransport), itertools.count()
-        transport.groups, transport.cuts, comm = [], types.SimpleNamespace(tell=print), gloo_communicator([])
+        transport.groups, transport.cuts, comm = (
+            [],
+            types.SimpleNamespace(tell=print, drop_graphs=print),
+            gloo_communicator([]),
+        )
 
         def trace(frame: Any, event: str, arg: Any, comm: Any = comm, lines: Any = lines, line: int = line) -> Any:
             if frame.f_code.co_filename == processes.__file__ and event == "line" and next(lines) == line:

@@ -106,7 +106,8 @@ def test_a_rank_holds_what_was_said(pool: Pools, case: tuple[Any, ...]) -> None:
     """Shared memory copies a message when it is sent; other transports hold it until it has arrived."""
     for above, said, under_way in pool(2 * case[0]).run(measured, *case):
         most = 1.02 if case[-1] != "all" else 1.04  # as in a step without stages
-        assert 0.98 * (said - under_way) <= above <= most * said
+        least = 0.98 if case[-1] != "fx" else 0.95  # a graph lets go of what the rest of its backward does not read
+        assert least * (said - under_way) <= above <= most * said
 
 
 def evaluated() -> tuple[int, int]:
