@@ -22,8 +22,8 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+import gpu_peers
 import jax_fsdp
-import peers
 import silent
 import torch
 import torch.distributed as dist
@@ -41,8 +41,22 @@ HOST = Size(depth=12, width=64, heads=2, tokens=16, batch=1, vocabulary=64)
 """So little work in each unit that the host's time is what passes."""
 
 DRY = Size(depth=2, width=32, heads=2, tokens=8, batch=2, vocabulary=64)
-CASES = ("1 eager", "1 fsdp2", "8 fsdp2", "64 fsdp2", "1 compiled", "1 jax", "8 fsdp2 async")
-"""The number of ranks, and whom fshard meets: first what matters most, since time may run out."""
+CASES = (
+    "1 eager",
+    "1 fshard inductor / compiled loss",
+    "1 fshard inductor / fsdp2 titan",
+    "1 fshard inductor graph / compiled loss",
+    "1 fshard graph / compiled graphs",
+    "1 fshard fx / eager",
+    "1 fshard inductor clip / compiled clip",
+    "1 fsdp2",
+    "8 fsdp2",
+    "64 fsdp2",
+    "1 compiled",
+    "1 jax",
+    "8 fsdp2 async",
+)
+"""The number of ranks and two peers, or whom fshard meets: first what matters most, since time may run out."""
 
 WARM, ANSWER = 2, 150.0
 """Rounds before the first that counts, and seconds for one answer: a first step may compile."""
@@ -73,7 +87,7 @@ class Worker:
         self.device = torch.device("cuda" if self.cuda else "cpu")
         with self.device:
             module = make(self.size).to(DTYPES[args.dtype])
-        self.peer = peers.PEERS[args.peer + (" bf16" if args.dtype == "mixed" else "")](module)
+        self.peer = gpu_peers.PEERS[args.peer + (" bf16" if args.dtype == "mixed" else "")](module)
         for leaf in module.parameters() if args.peer.startswith("fshard") else ():
             leaf.untyped_storage().resize_(0)  # the state has a copy, and memory is compared
 
@@ -172,23 +186,23 @@ def around(name: str) -> dict[str, str]:
     return {**QUIET, "OMP_NUM_THREADS": "1"}
 
 
-def case(report: Report, world: int, other: str, sizes: tuple[Size, Size], dtype: str, rounds: int) -> None:
-    """fshard against one other: time, memory, gaps at the large size, the host's time at the small one."""
-    large, small = sizes
+def case(report: Report, world: int, names: tuple[str, str], sizes: tuple[Size, Size], dtype: str, rounds: int) -> None:
+    """One against another: time, memory, gaps at the large size, the host's time at the small one."""
+    (large, small), (own, other) = sizes, names
     title = f"{world} rank{'s, faked' if world > 1 else ''}"
-    samples = meet(("fshard", other), large, world, dtype, rounds)
-    ours, theirs = samples["fshard"], samples[other]
-    report.rows.append(ratio(f"{title}: fshard / {other}", "wall", ours["wall"], theirs["wall"]))
+    samples = meet(names, large, world, dtype, rounds)
+    ours, theirs = samples[own], samples[other]
+    report.rows.append(ratio(f"{title}: {own} / {other}", "wall", ours["wall"], theirs["wall"]))
     if any(theirs.get("peak", ())) and any(ours["peak"]):
-        report.rows.append(ratio(f"{title}: fshard / {other}", "peak memory", ours["peak"], theirs["peak"]))
+        report.rows.append(ratio(f"{title}: {own} / {other}", "peak memory", ours["peak"], theirs["peak"]))
     for name, sample in samples.items():
         report.rows += [Row(f"{title}: {name}, against {other}", *one) for one in absolute(sample, large, dtype)]
-    hosts = meet(("fshard", other), small, world, dtype, 3 * rounds)
-    report.rows.append(ratio(f"{title}: fshard / {other}", "host", hosts["fshard"]["wall"], hosts[other]["wall"]))
+    hosts = meet(names, small, world, dtype, 3 * rounds)
+    report.rows.append(ratio(f"{title}: {own} / {other}", "host", hosts[own]["wall"], hosts[other]["wall"]))
     for name, sample in hosts.items():
         unit = 1e6 * statistics.median(sample["wall"]) / small.depth
         report.rows.append(Row(f"{title}: {name}, against {other}", "host µs a unit", unit))
-    report.medians[f"{title}, {other}"] = {
+    report.medians[f"{title}, {other if own == 'fshard' else f'{own} / {other}'}"] = {
         name: {kind: statistics.median(values) for kind, values in sample.items() if isinstance(values, list)}
         for name, sample in samples.items()
     }
@@ -223,10 +237,10 @@ def peak_rate(dtype: str) -> float | None:
     return known and (known.flops32 if dtype == "fp32" else known.flops)
 
 
-def missing(name: str, dry: bool) -> str | None:
+def missing(name: str, dry: bool, dtype: str) -> str | None:
     """Why there is no such peer here, or None."""
     if name != "jax":
-        return peers.obstacle(name)
+        return gpu_peers.obstacle(name + (" bf16" if dtype == "mixed" else ""))
     why = jax_fsdp.obstacle()
     return why if why or dry else jax_fsdp.no_gpu()
 
@@ -237,7 +251,7 @@ def measure(args: argparse.Namespace) -> int:
         print("gpu: skipped: no GPU at hand, so nothing was measured; --cpu-dry-run runs the code on a tiny model")
         return 0
     dry = args.cpu_dry_run
-    size = DRY if dry else replace(LARGE, depth=args.depth or LARGE.depth)
+    size = DRY if dry else replace(LARGE, depth=args.depth or LARGE.depth, batch=args.rows or LARGE.batch)
     rounds = args.rounds or (2 if dry else 5 if args.quick else 15)
     configuration = {"model": asdict(size), "dtype": args.dtype, "rounds": rounds, "dry run on CPU": dry}
     claim = f"Dry run on CPU, figures without meaning. {__doc__.splitlines()[0]}" if dry else __doc__.splitlines()[0]
@@ -246,9 +260,11 @@ def measure(args: argparse.Namespace) -> int:
     args.results = args.results or (QUICK if dry else None)
     deadline = time.monotonic() + args.seconds
     for name in args.cases:
-        ranks, _, other = name.partition(" ")
+        ranks, _, pair = name.partition(" ")
+        own, slash, other = pair.partition(" / ")
+        names = (own, other) if slash else ("fshard", pair)
         world = int(ranks)
-        why = missing(other, dry)
+        why = next((why for one in names if (why := missing(one, dry, args.dtype))), None)
         if world > 1 and dry and args.dtype == "mixed":
             why = "rounded gradients need a GPU there"
         if not why and time.monotonic() > deadline:
@@ -257,7 +273,7 @@ def measure(args: argparse.Namespace) -> int:
             report.notes.append(f"{name}: skipped: {why}")
             continue
         try:
-            case(report, world, other, (size, DRY if dry else HOST), args.dtype, rounds)
+            case(report, world, names, (size, DRY if dry else HOST), args.dtype, rounds)
         except SystemExit as error:  # a process has died, is silent, or trains another model
             report.notes.append(f"{name}: failed: {error}")
         print(f"{name}: done", flush=True)
@@ -270,9 +286,10 @@ def options(cli: argparse.ArgumentParser) -> None:
     cli.add_argument("--cpu-dry-run", action="store_true", help="run the code on a tiny model, without a GPU")
     cli.add_argument("--rounds", type=int, help="steps of each peer")
     cli.add_argument("--depth", type=int, help="blocks, instead of the benchmark's own")
+    cli.add_argument("--rows", type=int, help="of 1,024 tokens in a step; 4 by default, and 16 are 16,384 tokens")
     cli.add_argument("--dtype", choices=DTYPES, default="bf16", help=MIXED)
     cli.add_argument(
-        "--cases", nargs="+", choices=CASES, default=CASES, metavar="CASE", help="ranks and a peer, as '8 fsdp2'"
+        "--cases", nargs="+", choices=CASES, default=CASES, metavar="CASE", help="ranks and peers, as '8 fsdp2'"
     )
     cli.add_argument("--seconds", type=float, default=3600.0, help="after which no case begins")
     for name, kind in (("worker", int), ("world", int), ("peer", str), ("size", str)):

@@ -1,0 +1,89 @@
+"""Peers that only ``gpu.py`` has: forms that need a GPU, or whose settings follow torchtitan's."""
+
+import gc
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import peers
+import torch
+import torch.distributed as dist
+from model import GPT, loss_of
+from peers import CLIP, Fshard, Peer, Torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+import fshard as fs
+
+COLLECT = 50
+"""Steps between two collections of garbage, as torchtitan has it by default."""
+
+
+class Whole(Torch):
+    """Plain PyTorch of which the model and its loss are compiled as one."""
+
+    def __init__(self, module: nn.Module, **options: Any) -> None:
+        super().__init__(module)
+        self.compiled = torch.compile(lambda rows: loss_of(module(rows[:, :-1]), rows), **options)
+
+    def step(self, rows: Tensor) -> None:
+        """One step."""
+        loss = self.compiled(rows)
+        loss.backward()
+        self.update()
+        self.optimizer.zero_grad(set_to_none=True)
+        self.loss = loss.detach()
+
+
+class Titan(Torch):
+    """FSDP2 as torchtitan sets it up: blocks compiled, groups of their own for embedding and head, garbage by hand."""
+
+    def __init__(self, module: GPT, dtype: torch.dtype | None = None) -> None:
+        self.count = 0
+        mesh = init_device_mesh(peers.device_type(), (dist.get_world_size(),))
+        policy = MixedPrecisionPolicy(param_dtype=dtype)  # gradients are reduced in float32
+        for block in module.blocks:
+            block.compile(fullgraph=True)
+        for group in (module.embed, *module.blocks):
+            fully_shard(group, mesh=mesh, mp_policy=policy)
+        fully_shard([module.norm, module.head], mesh=mesh, mp_policy=policy, reshard_after_forward=False)
+        fully_shard(module, mesh=mesh, mp_policy=policy)
+        super().__init__(module)
+
+    def step(self, rows: Tensor) -> None:
+        """One step."""
+        if self.count % COLLECT == 0:
+            gc.collect()
+            gc.disable()
+        self.count += 1
+        super().step(rows)
+
+
+def _mixed() -> fs.Precision:
+    return fs.Precision(torch.bfloat16, torch.bfloat16)
+
+
+PEERS: Mapping[str, Callable[[Any], Peer]] = {
+    **peers.PEERS,
+    "compiled clip": lambda module: Torch(module, peers.compiled, clip=CLIP),
+    "compiled loss": Whole,
+    "compiled graphs": lambda module: Whole(module, mode="reduce-overhead"),
+    "fsdp2 titan": Titan,
+    "fsdp2 titan bf16": lambda module: Titan(module, torch.bfloat16),
+    "fshard fx bf16": lambda module: Fshard(module, compile="fx", precision=_mixed()),
+    "fshard inductor bf16": lambda module: Fshard(module, compile="inductor", precision=_mixed()),
+    "fshard inductor clip": lambda module: Fshard(module, compile="inductor", clip=CLIP),
+    "fshard graph": lambda module: Fshard(module, graph="step"),
+    "fshard inductor graph": lambda module: Fshard(module, compile="inductor", graph="step"),
+}
+"""By name. ``graph``: the whole step as one CUDA graph; ``graphs``: those of ``torch.compile``."""
+
+
+def obstacle(name: str) -> str | None:
+    """Why there is no such peer here, or None."""
+    if name not in PEERS:
+        return f"there is no such peer; known: {', '.join(PEERS)}"
+    if "graph" in name and not torch.cuda.is_available():
+        return "it needs CUDA graphs: not run on a card"
+    why = peers.compiler_works() if any(word in name for word in ("compiled", "inductor", "titan")) else None
+    return f"torch.compile does not work here ({why})" if why else None
