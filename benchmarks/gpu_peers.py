@@ -41,7 +41,7 @@ class Titan(Torch):
     def __init__(self, module: GPT, dtype: torch.dtype | None = None) -> None:
         self.count = 0
         mesh = init_device_mesh(peers.device_type(), (dist.get_world_size(),))
-        policy = MixedPrecisionPolicy(param_dtype=dtype)  # gradients are reduced in float32
+        policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=dtype and torch.float32)
         for block in module.blocks:
             block.compile(fullgraph=True)
         for group in (module.embed, *module.blocks):
