@@ -183,7 +183,7 @@ class TrainStep(OneFunction):
         return self._conclude(state, update, outcome, asked, self._ran(batch, begun, outcome))
 
     def _tried(self, state: TrainState, asked: Asked, batch: Any) -> tuple[float, float]:
-        """The loss and the norm of the gradient of a batch, of which nothing is updated, and without random numbers."""
+        """The loss of a batch and the norm of its gradient. Nothing is updated, and no random number is drawn."""
         request = self._request(state, batch, self._update(state, asked.rule), asked)
         with bind(self.plan.mesh, self.plan.data_axes):
             constant = functools.partial(without_draws, request.randomness)

@@ -20,7 +20,7 @@ from fshard.schedule.ops import Op
 from fshard.sharding.spec import P
 
 READY, CAPTURES = 0, 1
-"""How a rank can run a step: it replays a graph, or makes one."""
+"""Numbers of what a rank can do with a step: it replays a graph, or makes one."""
 
 WHY = {
     2: "the step is among the first with this program, batch and state",
