@@ -14,7 +14,7 @@ pytestmark = pytest.mark.processes
 ROOT = Path(__file__).parents[2]
 BRIEF = {
     "dp_sgd": (["--steps", "3"], "epsilon"),
-    "influence": (["--steps", "3", "--solve", "2"], "Area under the ROC curve"),
+    "influence": (["--steps", "30", "--solve", "2"], "Area under the ROC curve"),
     "sam": (["--steps", "3"], "held-out digits right"),
     "gan": (["--steps", "3"], "of 8 modes"),
     "actor_critic": (["--steps", "1"], "of at most 500"),
