@@ -94,12 +94,9 @@ def _forms(suffix: str, autocast: bool, dtype: torch.dtype | None) -> dict[str, 
     return {f"{name}{suffix}": make for name, make in found.items()}
 
 
-PEERS: Mapping[str, Callable[[Any], Peer]] = {
-    **peers.PEERS,
-    **_forms("", False, None),
-    **_forms(" bf16", True, torch.bfloat16),
-}
-"""By name. ``graph``: the whole step as one CUDA graph; ``graphs``: those of ``torch.compile``; ``bf16``: as in ``peers``."""
+FORMS = _forms("", False, None)
+PEERS: Mapping[str, Callable[[Any], Peer]] = {**peers.PEERS, **FORMS, **_forms(" bf16", True, torch.bfloat16)}
+"""By name. ``graph``: the whole step as one CUDA graph; ``graphs``: those of ``torch.compile``."""
 
 
 def obstacle(name: str) -> str | None:

@@ -1,4 +1,4 @@
-"""One peer of ``gpu.py`` and ``gpu_ladder.py`` in its process: its steps, alone and many between two waits, and its kernels."""
+"""One peer of ``gpu.py`` and ``gpu_ladder.py`` in its process: single steps, many between two waits, and kernels."""
 
 import argparse
 import json
@@ -67,22 +67,25 @@ class Worker:
         name: of the peer.
         size: of the model.
         dtype: a key of ``DTYPES``.
+        truth: of a silent group, to be filled; None if all ranks are there.
     """
 
-    def __init__(self, name: str, size: Size, dtype: str) -> None:
+    def __init__(self, name: str, size: Size, dtype: str, truth: silent.Truth | None = None) -> None:
         self.size, self.cuda = size, torch.cuda.is_available()
         self.device = torch.device("cuda" if self.cuda else "cpu")
         with self.device:
             module = make(size).to(DTYPES[dtype])
-        self.truth = {n: leaf.detach().cpu() for n, leaf in module.named_parameters()} if dist.get_world_size() > 1 else {}
+        whole = {n: leaf.detach().cpu() for n, leaf in module.named_parameters()} if truth is not None else {}
         self.peer = gpu_peers.PEERS[form(name, dtype)](module)
+        if truth is not None:
+            truth.update(silent.truth_of(self.peer, whole))
         for leaf in module.parameters() if name.startswith("fshard") else ():
             leaf.untyped_storage().resize_(0)  # the state has a copy, and memory is compared
 
     def answer(self, what: str, number: int) -> dict[str, Any]:
         """A step, many steps, or steps under the profiler."""
         batch = rows(self.size, number).to(self.device)
-        return {"step": self.step, "steady": self.steady, "profile": self.profiled}[what](batch)
+        return {"steady": self.steady, "profile": self.profiled}.get(what, self.step)(batch)
 
     def step(self, batch: torch.Tensor) -> dict[str, Any]:
         """Seconds until the device is done; bytes allocated at most and before."""
@@ -139,21 +142,21 @@ def form(name: str, dtype: str) -> str:
     return name + (" bf16" if dtype == "mixed" else "")
 
 
-def join(world: int) -> None:
-    """Make the process group: of this rank alone, or of ranks that are not there."""
-    if world == 1:
-        backend = "nccl" if torch.cuda.is_available() else "gloo"
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
-    else:
-        silent.join(world)
+def join(world: int) -> silent.Truth | None:
+    """Make the process group: of this rank alone, or of ranks that are not there, whose truth is returned."""
+    if world > 1:
+        return silent.join(world)
+    backend = "nccl" if torch.cuda.is_available() else "gloo"
+    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    return None
 
 
 def work(args: argparse.Namespace) -> int:
     """One peer of a case: join its group, build, obey."""
     warnings.simplefilter("ignore")
     answers = answering()
-    join(args.world)
-    serve(Worker(args.peer, Size(**json.loads(args.size)), args.dtype).answer, answers)
+    truth = join(args.world)
+    serve(Worker(args.peer, Size(**json.loads(args.size)), args.dtype, truth).answer, answers)
     dist.destroy_process_group()
     return 0
 

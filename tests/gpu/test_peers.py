@@ -2,7 +2,7 @@
 
 import importlib
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,14 +10,12 @@ from typing import Any
 import pytest
 import torch
 
-import fshard as fs
-from tests.shared.capture_device import capturing
+from tests.gpu.ladder import played
 
 FOLDER = Path(__file__).parents[2] / "benchmarks"
 RANKS = ("hsdp", "hosts")
 """Words of peers that need several ranks."""
 
-ROUGH = ("int8", "int4", "powersgd")
 pytestmark = pytest.mark.filterwarnings("ignore")  # of the peers: FSDP1 says that one rank shards nothing
 STEPS = 5
 """A captured step is replayed from the fourth on."""
@@ -29,7 +27,7 @@ def bench() -> Iterator[SimpleNamespace]:
     before = set(sys.modules)
     sys.path.insert(0, str(FOLDER))
     try:
-        names = ("peers", "gpu_peers", "model", "gpu_worker")
+        names = ("peers", "gpu_peers", "model", "gpu", "gpu_worker", "silent")
         yield SimpleNamespace(**{name: importlib.import_module(name) for name in names})
     finally:
         sys.path.remove(str(FOLDER))
@@ -38,28 +36,29 @@ def bench() -> Iterator[SimpleNamespace]:
 
 
 @pytest.fixture
-def alone(bench: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def alone(bench: Any) -> Iterator[None]:
     """A group of one rank, and captures that the CPU plays."""
-    with bench.peers.process_group(), capturing() as on:
-        real: Callable[..., fs.Mesh] = fs.make_mesh
-        monkeypatch.setattr(fs, "make_mesh", lambda *args, **more: on(real(*args, **more))[0])
+    with bench.peers.process_group(), played():
         yield
 
 
-def kind_of(name: str) -> str:
-    """What a peer needs to be built on a CPU."""
+def kind_of(bench: Any, name: str) -> str:
+    """What a peer needs to be built on a CPU, or who else meets it."""
     words = name.split()
     if any(word in words for word in RANKS):
         return "ranks"
     if "inductor" in words:
         return "inductor"
-    return "dynamo" if any(word in words for word in ("compiled", "titan")) else "plain"
+    if any(word in words for word in ("compiled", "titan")):
+        return "dynamo"
+    met = {peer for case in bench.gpu.CASES for peer in bench.gpu.parts_of(case)[1:]} | {*bench.gpu_peers.FORMS}
+    return "plain" if name.removesuffix(" bf16") in met else "of others"
 
 
-def check(bench: Any, kind: str) -> None:
-    """All peers of a kind train as plain PyTorch does, from equal weights."""
+def check(bench: Any, *kinds: str) -> None:
+    """All peers of some kinds train as plain PyTorch does, from equal weights."""
     size = bench.gpu_worker.DRY
-    for name in [name for name in bench.gpu_peers.PEERS if kind_of(name) == kind]:
+    for name in [name for name in bench.gpu_peers.PEERS if kind_of(bench, name) in kinds]:
         base = "eager clip" if "clip" in name.split() else "eager"
         peer = bench.gpu_peers.PEERS[name](bench.model.make(size))
         pair = {base: bench.gpu_peers.PEERS[base](bench.model.make(size)), name: peer}
@@ -78,12 +77,19 @@ def test_every_peer_trains_alike(bench: Any) -> None:
 def test_every_peer_that_dynamo_traces_trains_alike(bench: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     real = torch.compile
     monkeypatch.setattr(torch, "compile", lambda fn, **more: real(fn, backend="eager"))
-    check(bench, "dynamo")
+    check(bench, "dynamo", "of others")
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1200)
 @pytest.mark.usefixtures("alone")
 def test_every_peer_that_inductor_compiles_trains_alike(bench: Any) -> None:
     if why := bench.peers.compiler_works():
         pytest.skip(why)
     check(bench, "inductor")
+
+
+def test_every_case_has_its_peers_in_every_dtype(bench: Any) -> None:
+    met = {peer for case in bench.gpu.CASES for peer in bench.gpu.parts_of(case)[1:]} - {"jax"}
+    forms = {bench.gpu_worker.form(peer, dtype) for peer in met for dtype in bench.gpu_worker.DTYPES}
+    assert forms <= set(bench.gpu_peers.PEERS), forms - set(bench.gpu_peers.PEERS)
