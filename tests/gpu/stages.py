@@ -81,23 +81,23 @@ def _ladder(peers: tuple[str, ...]) -> tuple[Stage, ...]:
 PLAN = (
     Command(
         "ten peers at 4,096 tokens, each alone",
-        "If fshard's copies take 1.5 ms more than eager's, or its norms .7 ms, these come first. If a step takes 1.5 ms "
-        "more than its kernels, graphs come first. If `fshard inductor` is over 1.05 of `compiled loss`, compare the "
+        "If fshard's copies take 1.5 ms more than eager's, or its norms .7 ms, these come first. If a step takes 1.5 "
+        "ms more than its kernels, graphs come first. If `fshard inductor` is over 1.05 of `compiled loss`, compare the "
         "kinds of kernels. The second `eager` shows how far the card drifts.",
         525,
         _ladder(LADDER),
     ),
     Command(
         "the step replayed as a CUDA graph",
-        "If it gains under 2 ms on the same peer without a graph, graphs wait; if over 4 ms, they come first. A step that "
-        "was not captured says why.",
+        "If it gains under 2 ms on the same peer without a graph, graphs wait; if over 4 ms, they come first. A step "
+        "that was not captured says why.",
         240,
         _ladder(GRAPHS),
     ),
     Command(
         "AdamW and norms beside products, float8 with its rounding",
-        "AdamW beside the forward is worth it if both take less than the products and half of AdamW. Products in float8 "
-        "are if they and their rounding take under .8 of bf16 at 16,384 rows; else only gathers are.",
+        "AdamW beside the forward is worth it if both take less than the products and half of AdamW. Products in "
+        "float8 are if they and their rounding take under .8 of bf16 at 16,384 rows; else only gathers are.",
         180,
         (Stage("micro", "memory-bound work beside products, products in float8", 180),),
     ),
