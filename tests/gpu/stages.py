@@ -81,35 +81,33 @@ def _ladder(peers: tuple[str, ...]) -> tuple[Stage, ...]:
 PLAN = (
     Command(
         "ten peers at 4,096 tokens, each alone",
-        "If fshard's copies take 1.5 ms more than eager's, or its norms .7 ms, these come first. If a step takes 1.5 "
-        "ms more than its kernels, graphs come first. If `fshard inductor` is over 1.05 of `compiled loss`, compare the "
-        "kinds of kernels. The second `eager` shows how far the card drifts.",
+        "Copies of fshard 1.5 ms over eager's, or norms .7 ms: these first. A step 1.5 ms longer than its kernels: "
+        "graphs first. `fshard inductor` over 1.05 of `compiled loss`: compare kinds of kernels.",
         525,
         _ladder(LADDER),
     ),
     Command(
         "the step replayed as a CUDA graph",
-        "If it gains under 2 ms on the same peer without a graph, graphs wait; if over 4 ms, they come first. A step "
-        "that was not captured says why.",
+        "A gain under 2 ms: graphs wait; over 4 ms: they come first. A step that was not captured says why.",
         240,
         _ladder(GRAPHS),
     ),
     Command(
         "AdamW and norms beside products, float8 with its rounding",
-        "AdamW beside the forward is worth it if both take less than the products and half of AdamW. Products in "
-        "float8 are if they and their rounding take under .8 of bf16 at 16,384 rows; else only gathers are.",
+        "AdamW beside products in less than these and half of AdamW: build it. Float8 and its rounding under .8 of "
+        "bf16 at 16,384 rows: float8 products, else only gathers.",
         180,
         (Stage("micro", "memory-bound work beside products, products in float8", 180),),
     ),
     Command(
         "four peers at 16,384 tokens",
-        "Ratios where the host matters least. Both sizes go into the tables.",
+        "Ratios where the host matters least.",
         300,
         _ladder(LONG),
     ),
     Command(
         "four stages again",
-        "If streams or captures are wrong on this card, no number above counts.",
+        "If one fails, no number above counts.",
         255,
         tuple(stage for stage in STAGES if stage.name in AGAIN),
     ),
