@@ -22,7 +22,8 @@ from fshard.runtime.memory.slots import leaf_views
 
 LEFT_OUT = (
     "of ranks that are not there: the time of collectives and the memory and processors that NCCL takes, the values "
-    "of other ranks' gradients; a gather launches nothing, a reduction one copy of a rank's own part"
+    "of other ranks' gradients, and of FSDP2's gathers after its first step, so that its losses mean nothing; a gather "
+    "launches nothing, a reduction one copy of a rank's own part"
 )
 """What steps over this group do not show."""
 
@@ -57,6 +58,7 @@ class Silent(dist.ProcessGroup):
         super().__init__(0, size)
         self.truth, self.streams = truth, streams
         self.made: dict[torch.device, Stream] = {}
+        self.name = ""
         self.filled: set[tuple[int, int, torch.dtype]] = set()
 
     def getBackendName(self) -> str:  # noqa: N802 - PyTorch's name
@@ -65,8 +67,9 @@ class Silent(dist.ProcessGroup):
 
     @property
     def group_name(self) -> str:
-        """As torch.distributed has named it."""
-        return str(dist.distributed_c10d._world.pg_names[self])
+        """As torch.distributed has named it; it asks once more while it forgets the group."""
+        self.name = str(dist.distributed_c10d._world.pg_names.get(self, self.name))
+        return self.name
 
     def shutdown(self) -> None:
         """Nothing is in flight."""
