@@ -44,31 +44,33 @@ class Row:
     Attributes:
         case: what was measured: the configuration, and which peer against which.
         measure: the unit of the number: ``wall``, ``cpu``, ``bytes``, ...
-        value: the number; for ratios the median over rounds.
+        value: the number; for ratios the median over rounds; None if nothing was measured.
         low: the lower end of its 95 % confidence interval.
         high: the upper end.
         target: what the number should not exceed; None for a number that is only told.
         strict: False for absolute times: a slower machine misses them without anything being wrong.
+        why: the reason why nothing was measured.
     """
 
     case: str
     measure: str
-    value: float
+    value: float | None = None
     low: float | None = None
     high: float | None = None
     target: float | None = None
     strict: bool = True
+    why: str = ""
 
     @property
     def short(self) -> bool:
         """Whether the target is missed."""
-        return self.target is not None and not self.value <= self.target
+        return self.target is not None and (self.value is None or not self.value <= self.target)
 
     @property
     def verdict(self) -> str:
         """``ok``, by how much the target is missed, or nothing where there is no target."""
-        if self.target is None:
-            return ""
+        if self.target is None or self.value is None:
+            return self.why
         return f"{self.value / self.target - 1:+.0%}" if self.short else "ok"
 
 
@@ -90,7 +92,8 @@ class Report:
         for note in self.notes:
             print(note)
         self.write(args)
-        missed = not self.rows or any(row.short and row.strict for row in self.rows)  # without rows nothing was shown
+        shown = any(row.value is not None for row in self.rows)
+        missed = not shown or any(row.short and row.strict for row in self.rows)
         return 1 if args.strict and missed else 0
 
     def write(self, args: argparse.Namespace) -> None:
@@ -165,7 +168,8 @@ def cells_of(row: Row) -> tuple[str, ...]:
     """A row's texts, in the columns of a table."""
     interval = "" if row.low is None or row.high is None else f"{row.low:.3f} .. {row.high:.3f}"
     target = "" if row.target is None else f"<= {row.target:g}"
-    return row.case, row.measure, f"{row.value:.3f}", interval, target, row.verdict
+    value = "-" if row.value is None else f"{row.value:.3f}"
+    return row.case, row.measure, value, interval, target, row.verdict
 
 
 def environment() -> dict[str, Any]:

@@ -1,10 +1,11 @@
 """One GPU: a GPT of over 1B parameters, in one rank over NCCL, and a rank's own work in steps of 8 and 64 ranks.
 
-The claim: sharding costs a GPU little. For many ranks PyTorch's *fake* process group stands in: collectives return at
-once, so a step holds what the rank itself does, at its sizes of shards and buffers, and no communication. Peers: plain
-PyTorch, the same under ``torch.compile``, FSDP2, and JAX.
+The claim: sharding costs a GPU little. For many ranks a *silent* process group stands in (``silent.py``): a step holds
+what the rank itself does, at its sizes of shards and buffers, and no communication. Peers: plain PyTorch, the same
+under ``torch.compile``, FSDP2, and JAX.
 
-Each peer has a process of its own, so that memory is its own. fshard and one other at a time take turns step by step.
+Each peer has a process of its own, so that memory is its own. fshard and one other at a time take turns, step by step
+with a wait for the device after each, and then by many steps between two waits, as in training.
 Results are written after each case, so that a run that is cut keeps what it has; a case that fails leaves a note. Where
 there is no GPU nothing is measured; ``--cpu-dry-run`` runs all of this on a tiny model, to see that it works.
 """
@@ -15,8 +16,7 @@ import statistics
 import sys
 import tempfile
 import time
-import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -26,21 +26,15 @@ import gpu_peers
 import jax_fsdp
 import silent
 import torch
-import torch.distributed as dist
 from common import HERE, QUICK, QUIET, Report, Row, arguments, ratio
-from model import Size, make, rows
-from torch.profiler import ProfilerActivity, profile
-from turns import Family, answering, serve
-
-from fshard.sim import DEVICES
-
-LARGE = Size(depth=24, width=2048, heads=16, tokens=1024, batch=4, vocabulary=32768)
-"""1.34 billion parameters."""
+from gpu_worker import DRY, DTYPES, LARGE, flops, form, peak_rate, work
+from gpu_worker import exposed as exposed
+from model import Size
+from turns import Family
 
 HOST = Size(depth=12, width=64, heads=2, tokens=16, batch=1, vocabulary=64)
 """So little work in each unit that the host's time is what passes."""
 
-DRY = Size(depth=2, width=32, heads=2, tokens=8, batch=2, vocabulary=64)
 CASES = (
     "1 eager",
     "1 fshard inductor / compiled loss",
@@ -49,6 +43,7 @@ CASES = (
     "1 fshard graph / compiled graphs",
     "1 fshard fx / eager",
     "1 fshard inductor clip / compiled clip",
+    "1 fshard clip / eager clip",
     "1 fsdp2",
     "8 fsdp2",
     "64 fsdp2",
@@ -58,103 +53,11 @@ CASES = (
 )
 """The number of ranks and two peers, or whom fshard meets: first what matters most, since time may run out."""
 
-WARM, ANSWER = 2, 150.0
-"""Rounds before the first that counts, and seconds for one answer: a first step may compile."""
+WARM, BLOCKS, ANSWER = 2, 3, 150.0
+"""Rounds before the first that counts, rounds of many steps, and seconds for one answer: a first step may compile."""
 
 TOLERANCE = {"fp32": 1e-4, "bf16": 2e-2, "mixed": 2e-2}
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "mixed": torch.float32}
 MIXED = "of everything; mixed: parameters and optimizer state in fp32, compute and communication in bf16"
-Interval = tuple[float, float]
-
-
-def exposed(intervals: Iterable[Interval]) -> tuple[float, float]:
-    """The time from the first begin to the last end, and how much of it no interval covers."""
-    ordered = sorted(intervals)
-    if not ordered:
-        return 0.0, 0.0
-    idle, end = 0.0, ordered[0][1]
-    for begin, over in ordered[1:]:
-        idle += max(0.0, begin - end)
-        end = max(end, over)
-    return end - ordered[0][0], idle
-
-
-class Worker:
-    """One peer in its process."""
-
-    def __init__(self, args: argparse.Namespace) -> None:
-        self.size, self.cuda = Size(**json.loads(args.size)), torch.cuda.is_available()
-        self.device = torch.device("cuda" if self.cuda else "cpu")
-        with self.device:
-            module = make(self.size).to(DTYPES[args.dtype])
-        self.peer = gpu_peers.PEERS[args.peer + (" bf16" if args.dtype == "mixed" else "")](module)
-        for leaf in module.parameters() if args.peer.startswith("fshard") else ():
-            leaf.untyped_storage().resize_(0)  # the state has a copy, and memory is compared
-
-    def answer(self, what: str, number: int) -> dict[str, Any]:
-        """A step, or a step under the profiler."""
-        batch = rows(self.size, number).to(self.device)
-        return self.profiled(batch) if what == "profile" else self.step(batch)
-
-    def step(self, batch: torch.Tensor) -> dict[str, float]:
-        """Seconds until the device is done; bytes allocated at most and before."""
-        self.wait()
-        if self.cuda:
-            torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated() if self.cuda else 0
-        wall, cpu = time.perf_counter(), time.process_time()
-        self.peer.step(batch)
-        self.wait()
-        wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
-        peak = torch.cuda.max_memory_allocated() if self.cuda else 0
-        return {
-            "wall": wall,
-            "cpu": cpu,
-            "loss": float(self.peer.loss),
-            "peak": peak,
-            "resident": before,
-            **self.replayed(),
-        }
-
-    def replayed(self) -> dict[str, float]:
-        """Of a peer that captures its steps: 1 if the latest one was replayed, 0 if it ran in another way."""
-        return {"replayed": float(self.peer.ran == "replayed")} if isinstance(self.peer, gpu_peers.Captured) else {}
-
-    def profiled(self, batch: torch.Tensor) -> dict[str, float]:
-        """Seconds that the device's compute spans in a step, and for how long of that no kernel ran."""
-        kind = ProfilerActivity.CUDA if self.cuda else ProfilerActivity.CPU
-        self.wait()
-        with profile(activities=[kind]) as seen:
-            self.peer.step(batch)
-            self.wait()
-        device = torch.autograd.DeviceType.CUDA if self.cuda else torch.autograd.DeviceType.CPU
-        # Ranges that code has named show on the device, too, and would cover the gaps in them.
-        kernels = [
-            event
-            for event in seen.events()
-            if event.device_type == device and not event.is_user_annotation and "nccl" not in event.name.lower()
-        ]
-        span, idle = exposed((event.time_range.start, event.time_range.end) for event in kernels)
-        return {"span": span / 1e6, "idle": idle / 1e6}
-
-    def wait(self) -> None:
-        """Until the device has done everything."""
-        if self.cuda:
-            torch.cuda.synchronize()
-
-
-def work(args: argparse.Namespace) -> int:
-    """One peer: join the group of its case, build, obey."""
-    warnings.simplefilter("ignore")
-    answers = answering()
-    if args.world == 1:
-        backend = "nccl" if torch.cuda.is_available() else "gloo"
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
-    else:
-        silent.join(args.world)
-    serve(Worker(args).answer, answers)
-    dist.destroy_process_group()
-    return 0
 
 
 def command(name: str, size: Size, world: int, dtype: str, data: Path) -> list[str]:
@@ -167,7 +70,7 @@ def command(name: str, size: Size, world: int, dtype: str, data: Path) -> list[s
 
 
 def meet(names: tuple[str, str], size: Size, world: int, dtype: str, rounds: int) -> dict[str, dict[str, Any]]:
-    """Two peers in turns: samples by peer and measure, and one profiled step of each that has a profiler."""
+    """Two peers in turns: samples by peer and measure, and a few profiled steps of each that has a profiler."""
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         data = Path(folder) / "data.npz"
         if "jax" in names:
@@ -184,9 +87,13 @@ def meet(names: tuple[str, str], size: Size, world: int, dtype: str, rounds: int
                 (found,) = families[name].ask(f"step step {number + WARM + 2}")
                 for kind, value in found.items() if number >= 0 else ():
                     samples[name].setdefault(kind, []).append(value)
+        if "jax" in names:  # which answers single steps alone
+            return samples
+        for number in range(BLOCKS):
+            for name in names if number % 2 else names[::-1]:
+                samples[name].setdefault("steady", []).append(families[name].ask("step steady 0")[0]["wall"])
         for name in names:
-            if name != "jax":
-                samples[name]["profile"] = families[name].ask("step profile 0")[0]
+            samples[name]["profile"] = families[name].ask("step profile 0")[0]
     return samples
 
 
@@ -197,35 +104,60 @@ def around(name: str) -> dict[str, str]:
     return {**QUIET, "OMP_NUM_THREADS": "1"}
 
 
-def case(report: Report, world: int, names: tuple[str, str], sizes: tuple[Size, Size], dtype: str, rounds: int) -> None:
+def title_of(name: str) -> str:
+    """The text of a case in rows of results: the number of ranks, and who meets whom.
+
+    >>> title_of("8 fsdp2"), title_of("1 fshard graph / compiled graphs")
+    ('8 ranks, silent: fshard / fsdp2', '1 rank: fshard graph / compiled graphs')
+    """
+    world, own, other = parts_of(name)
+    return f"{world} rank{'s, silent' if world > 1 else ''}: {own} / {other}"
+
+
+def parts_of(name: str) -> tuple[int, str, str]:
+    """The number of ranks and the two peers of a case."""
+    ranks, _, pair = name.partition(" ")
+    own, slash, other = pair.partition(" / ")
+    return int(ranks), *((own, other) if slash else ("fshard", pair))
+
+
+def case(report: Report, name: str, sizes: tuple[Size, Size], dtype: str, rounds: int) -> None:
     """One against another: time, memory, gaps at the large size, the host's time at the small one."""
-    (large, small), (own, other) = sizes, names
-    title = f"{world} rank{'s, faked' if world > 1 else ''}"
-    samples = meet(names, large, world, dtype, rounds)
+    (large, small), (world, own, other), title = sizes, parts_of(name), title_of(name)
+    ranks = title.partition(":")[0]
+    samples = meet((own, other), large, world, dtype, rounds)
     ours, theirs = samples[own], samples[other]
-    report.rows.append(ratio(f"{title}: {own} / {other}", "wall", ours["wall"], theirs["wall"]))
-    for name, sample in samples.items():
+    report.rows.append(ratio(title, "wall", ours["wall"], theirs["wall"]))
+    for peer, sample in samples.items():
         if not all(sample.get("replayed", ())):
-            report.notes.append(f"{title}: {name} did not replay each step that was counted: it is no captured step")
+            how = ", ".join(sorted({*sample["ran"]} - {"replayed"}))
+            report.notes.append(f"{ranks}: {peer} did not replay each step that was counted: {how}")
+    if "steady" in ours:
+        report.rows.append(ratio(title, "wall of many steps", ours["steady"], theirs["steady"]))
     if any(theirs.get("peak", ())) and any(ours["peak"]):
-        report.rows.append(ratio(f"{title}: {own} / {other}", "peak memory", ours["peak"], theirs["peak"]))
-    for name, sample in samples.items():
-        report.rows += [Row(f"{title}: {name}, against {other}", *one) for one in absolute(sample, large, dtype)]
-    hosts = meet(names, small, world, dtype, 3 * rounds)
-    report.rows.append(ratio(f"{title}: {own} / {other}", "host", hosts[own]["wall"], hosts[other]["wall"]))
-    for name, sample in hosts.items():
+        report.rows.append(ratio(title, "peak memory", ours["peak"], theirs["peak"]))
+    for peer, sample in samples.items():
+        report.rows += [Row(f"{ranks}: {peer}, against {other}", *one) for one in absolute(sample, large, dtype)]
+    hosts = meet((own, other), small, world, dtype, 3 * rounds)
+    report.rows.append(ratio(title, "host", hosts[own]["wall"], hosts[other]["wall"]))
+    for peer, sample in hosts.items():
         unit = 1e6 * statistics.median(sample["wall"]) / small.depth
-        report.rows.append(Row(f"{title}: {name}, against {other}", "host µs a unit", unit))
-    report.medians[f"{title}, {other if own == 'fshard' else f'{own} / {other}'}"] = {
-        name: {kind: statistics.median(values) for kind, values in sample.items() if isinstance(values, list)}
-        for name, sample in samples.items()
-    }
+        report.rows.append(Row(f"{ranks}: {peer}, against {other}", "host µs a unit", unit))
+    report.medians[title] = {peer: medians(sample) for peer, sample in samples.items()}
+
+
+def medians(sample: dict[str, Any]) -> dict[str, Any]:
+    """The medians of a peer's samples, and its profile."""
+    numbers = {kind: values for kind, values in sample.items() if kind not in ("ran", "profile")}
+    return {kind: statistics.median(values) for kind, values in numbers.items()} | sample.get("profile", {})
 
 
 def absolute(sample: dict[str, Any], size: Size, dtype: str) -> list[tuple[str, float]]:
     """Of one peer: milliseconds of a step, model FLOPs utilization, the share of the time in which no kernel runs."""
-    wall = statistics.median(sample["wall"])
-    found = [("ms a step", 1e3 * wall)]
+    wall = statistics.median(sample.get("steady") or sample["wall"])
+    found = [("ms a step", 1e3 * statistics.median(sample["wall"]))]
+    if "steady" in sample:
+        found.append(("ms a step of many", 1e3 * wall))
     if rate := peak_rate(dtype):
         found.append(("MFU", flops(size) / (wall * rate)))
     if sample.get("profile", {}).get("span") and "replayed" not in sample:  # a step under the profiler is not replayed
@@ -233,30 +165,19 @@ def absolute(sample: dict[str, Any], size: Size, dtype: str) -> list[tuple[str, 
     return found
 
 
-def flops(size: Size) -> float:
-    """Floating-point operations of a step, as PaLM counts them (Chowdhery et al., 2022): 6 a parameter and token, and
-    attention over all pairs of tokens. Embeddings are looked up, so they do not count.
-
-    >>> f"{flops(LARGE):.3g}"
-    '3.38e+13'
-    """
-    tokens, matrices = size.batch * size.tokens, 12 * size.depth * size.width**2 + size.width * size.vocabulary
-    return float(tokens * (6 * matrices + 12 * size.depth * size.width * size.tokens))
-
-
-def peak_rate(dtype: str) -> float | None:
-    """What the GPU promises, in operations a second; None without a GPU, or if nothing is known of it."""
-    name = torch.cuda.get_device_name().lower() if torch.cuda.is_available() else ""
-    known = next((device for word, device in DEVICES.items() if word in name), None)
-    return known and (known.flops32 if dtype == "fp32" else known.flops)
-
-
 def missing(name: str, dry: bool, dtype: str) -> str | None:
     """Why there is no such peer here, or None."""
     if name != "jax":
-        return gpu_peers.obstacle(name + (" bf16" if dtype == "mixed" else ""))
+        return gpu_peers.obstacle(form(name, dtype))
     why = jax_fsdp.obstacle()
     return why if why or dry else jax_fsdp.no_gpu()
+
+
+def obstacle(name: str, dry: bool, dtype: str) -> str | None:
+    """Why a case cannot be measured here, or None."""
+    world, *peers = parts_of(name)
+    why = next((f"{peer}: {why}" for peer in peers if (why := missing(peer, dry, dtype))), None)
+    return "rounded gradients need a GPU there" if world > 1 and dry and dtype == "mixed" else why
 
 
 def measure(args: argparse.Namespace) -> int:
@@ -273,24 +194,20 @@ def measure(args: argparse.Namespace) -> int:
     report.environment["device"] = "cpu" if dry else torch.cuda.get_device_name()
     args.results = args.results or (QUICK if dry else None)
     deadline = time.monotonic() + args.seconds
+    if any(parts_of(name)[0] > 1 for name in args.cases):
+        report.notes.append(f"Rows of 8 and 64 ranks leave out, {silent.LEFT_OUT}.")
     for name in args.cases:
-        ranks, _, pair = name.partition(" ")
-        own, slash, other = pair.partition(" / ")
-        names = (own, other) if slash else ("fshard", pair)
-        world = int(ranks)
-        why = next((why for one in names if (why := missing(one, dry, args.dtype))), None)
-        if world > 1 and dry and args.dtype == "mixed":
-            why = "rounded gradients need a GPU there"
+        why = obstacle(name, dry, args.dtype)
         if not why and time.monotonic() > deadline:
             why = "no time was left"
-        if why:
-            report.notes.append(f"{name}: skipped: {why}")
-            continue
         try:
-            case(report, world, names, (size, DRY if dry else HOST), args.dtype, rounds)
+            if not why:
+                case(report, name, (size, DRY if dry else HOST), args.dtype, rounds)
         except SystemExit as error:  # a process has died, is silent, or trains another model
-            report.notes.append(f"{name}: failed: {error}")
-        print(f"{name}: done", flush=True)
+            why = f"failed: {error}"
+        if why:
+            report.rows.append(Row(title_of(name), "wall", why=why))
+        print(f"{name}: {why or 'done'}", flush=True)
         report.write(args)
     return report.finish(args)
 

@@ -22,13 +22,14 @@ COLLECT = 50
 class Whole(Torch):
     """Plain PyTorch of which the model and its loss are compiled as one."""
 
-    def __init__(self, module: nn.Module, **options: Any) -> None:
-        super().__init__(module)
+    def __init__(self, module: nn.Module, autocast: bool = False, clip: float | None = None, **options: Any) -> None:
+        super().__init__(module, clip=clip, autocast=autocast)
         self.compiled = torch.compile(lambda rows: loss_of(module(rows[:, :-1]), rows), **options)
 
     def step(self, rows: Tensor) -> None:
         """One step."""
-        loss = self.compiled(rows)
+        with self.autocast():
+            loss = self.compiled(rows)
         loss.backward()
         self.update()
         self.optimizer.zero_grad(set_to_none=True)
@@ -73,23 +74,28 @@ class Captured(Fshard):
         self.loss, self.ran = metrics.loss, metrics.ran.graph
 
 
-def _mixed() -> fs.Precision:
-    return fs.Precision(torch.bfloat16, torch.bfloat16)
+def _forms(suffix: str, autocast: bool, dtype: torch.dtype | None) -> dict[str, Callable[[Any], Peer]]:
+    """The peers that compute in the dtype of their parameters, or all of them again in another one."""
+    precision = dtype and fs.Precision(dtype, dtype)
+    found: dict[str, Callable[[Any], Peer]] = {
+        "eager clip": lambda module: Torch(module, clip=CLIP, autocast=autocast),
+        "compiled clip": lambda module: Torch(module, peers.compiled, CLIP, autocast),
+        "compiled loss": lambda module: Whole(module, autocast),
+        "compiled graphs": lambda module: Whole(module, autocast, mode="reduce-overhead"),
+        "fsdp2 titan": lambda module: Titan(module, dtype),
+        "fshard clip": lambda module: Fshard(module, CLIP, precision=precision),
+        "fshard fx": lambda module: Fshard(module, compile="fx", precision=precision),
+        "fshard inductor": lambda module: Fshard(module, compile="inductor", precision=precision),
+        "fshard inductor clip": lambda module: Fshard(module, CLIP, compile="inductor", precision=precision),
+        "fshard graph": lambda module: Captured(module, precision=precision),
+        "fshard fx graph": lambda module: Captured(module, compile="fx", precision=precision),
+        "fshard inductor graph": lambda module: Captured(module, compile="inductor", precision=precision),
+    }
+    return {f"{name}{suffix}": make for name, make in found.items()}
 
 
-PEERS: Mapping[str, Callable[[Any], Peer]] = {
-    **peers.PEERS,
-    "compiled clip": lambda module: Torch(module, peers.compiled, clip=CLIP),
-    "compiled loss": Whole,
-    "compiled graphs": lambda module: Whole(module, mode="reduce-overhead"),
-    "fsdp2 titan": Titan,
-    "fsdp2 titan bf16": lambda module: Titan(module, torch.bfloat16),
-    "fshard fx bf16": lambda module: Fshard(module, compile="fx", precision=_mixed()),
-    "fshard inductor bf16": lambda module: Fshard(module, compile="inductor", precision=_mixed()),
-    "fshard inductor clip": lambda module: Fshard(module, compile="inductor", clip=CLIP),
-    "fshard graph": Captured,
-    "fshard inductor graph": lambda module: Captured(module, compile="inductor"),
-}
+FORMS = _forms("", False, None)
+PEERS: Mapping[str, Callable[[Any], Peer]] = {**peers.PEERS, **FORMS, **_forms(" bf16", True, torch.bfloat16)}
 """By name. ``graph``: the whole step as one CUDA graph; ``graphs``: those of ``torch.compile``."""
 
 

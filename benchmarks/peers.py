@@ -320,7 +320,7 @@ def check_agreement(peers: Mapping[str, Peer], size: Size, steps: int = 3, toler
             seen[name].append(float(loss) / world)
     together = {name: losses for name, losses in seen.items() if world == 1 or not name.startswith("eager")}
     for kind in (True, False):
-        alike = {name: losses for name, losses in together.items() if name.endswith("clip") is kind}
+        alike = {name: losses for name, losses in together.items() if ("clip" in name.split()) is kind}
         for name, losses in alike.items():
             first = next(iter(alike.values()))
             rough = any(word in name for word in ("bf16", "int8", "int4", "powersgd"))  # bfloat16 has 3 digits

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import gpu
 from common import RESULTS, Row, cells_of
 
 HEAD = """# All results
@@ -40,10 +41,18 @@ ORDER = (
 )
 
 
+def unmeasured(told: set[str]) -> list[Row]:
+    """A row for each case of ``gpu.py`` that has none: what no card has run."""
+    titles = [gpu.title_of(name) for name in gpu.CASES]
+    return [Row(title, "wall", why="not run on a card") for title in titles if title not in told]
+
+
 def section(content: dict[str, Any]) -> list[str]:
     """The heading, the circumstances and the table of one benchmark."""
     known = Row.__dataclass_fields__
     rows = [Row(**{key: value for key, value in row.items() if key in known}) for row in content["rows"]]
+    if content["name"] == "gpu":
+        rows += unmeasured({row.case for row in rows})
     around = content["environment"]
     state = " with changes" if around["changed"] else ""
     circumstances = (

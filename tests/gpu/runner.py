@@ -74,9 +74,10 @@ class Record:
         part.rename(self.path)
 
 
-def run_stages(record: Record, stages: Sequence[Stage], seconds: float, short: bool = False) -> None:
-    """Run stages until they or the time are over, and print a line for each."""
-    deadline, dry = time.monotonic() + seconds, bool(record.content["dry"])
+def run_stages(record: Record, stages: Sequence[Stage], seconds: float, short: bool = False) -> float:
+    """Run stages until they or the time are over, and print a line for each. Returns the seconds that it took."""
+    began = time.monotonic()
+    deadline, dry = began + seconds, bool(record.content["dry"])
     around = record.content["environment"]
     print(f"{'Dry run on CPU' if dry else around['device']}, PyTorch {around['torch']}, {len(stages)} stages")
     for stage in stages:
@@ -88,6 +89,7 @@ def run_stages(record: Record, stages: Sequence[Stage], seconds: float, short: b
             result = run_stage(stage, limit, dry, short)
         record.keep(stage.name, result)
         print(line_of(stage, result), flush=True)
+    return time.monotonic() - began
 
 
 def run_stage(stage: Stage, limit: float, dry: bool, short: bool) -> dict[str, Any]:
@@ -135,7 +137,7 @@ def around_of(folder: str) -> dict[str, str]:
 
 def line_of(stage: Stage, result: dict[str, Any]) -> str:
     """A stage's result as text: the status, what is wrong, what was left out."""
-    lines = [f"{stage.name:16} {result['status']:15} {result['seconds']:6.1f} s  {stage.what}"]
+    lines = [f"{stage.name:{max(16, len(stage.name))}} {result['status']:15} {result['seconds']:6.1f} s  {stage.what}"]
     lines += [f"    wrong: {problem}" for problem in result.get("problems", ())]
     if result["status"] == "failed" and result.get("exit") != WRONG or result["status"] == "timed out":
         lines += [f"    | {line}" for line in result.get("output", ())[-8:]]
@@ -160,6 +162,7 @@ def environment(dry: bool) -> dict[str, Any]:
         nccl: Any = torch.cuda.nccl.version()  # type: ignore[no-untyped-call]
         properties = torch.cuda.get_device_properties(0)
         more = {"device": properties.name, "gpu memory": properties.total_memory, "cuda": torch.version.cuda}
+        found["driver"] = _said("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
         found |= {**more, "cudnn": torch.backends.cudnn.version(), "nccl": ".".join(map(str, nccl))}
     return found
 
@@ -174,8 +177,12 @@ def sources() -> str:
 
 
 def _git(*words: str) -> str:
+    return _said("git", "-C", str(ROOT), *words)
+
+
+def _said(*command: str) -> str:
+    """What a program prints; nothing where it is not on this machine."""
     try:
-        done = subprocess.run(["git", "-C", str(ROOT), *words], capture_output=True, text=True)
-    except OSError:  # no git on this machine
+        return subprocess.run(command, capture_output=True, text=True).stdout.strip()
+    except OSError:
         return ""
-    return done.stdout.strip()

@@ -1,4 +1,4 @@
-"""The stages of ``make gpu``, in their order; and what no run with one GPU shows."""
+"""The stages of ``make gpu``, the commands of its plan, in their order; and what no run with one GPU shows."""
 
 from dataclasses import dataclass
 
@@ -8,7 +8,7 @@ class Stage:
     """A stage, which has a process of its own.
 
     Attributes:
-        name: of the stage, and of its module in ``tests.gpu``.
+        name: of its module in ``tests.gpu``, and what that is told after a dot.
         what: what it does.
         seconds: its limit with a GPU.
         dry: its limit without one.
@@ -37,6 +37,82 @@ STAGES = (
 )
 TOTAL = 25 * 60.0
 """Seconds for all of them."""
+
+LADDER = (
+    "eager",
+    "fshard",
+    "fshard fx",
+    "compiled loss",
+    "fshard inductor",
+    "eager clip",
+    "fshard clip",
+    "compiled graphs",
+    "fsdp2 titan",
+    "eager, again",
+)
+"""Peers of ``benchmarks/gpu.py``. The first comes again, to see by how much the card drifts."""
+
+GRAPHS = "fshard graph", "fshard fx graph", "fshard inductor graph"
+LONG = tuple(f"{peer}, 16 rows" for peer in ("eager", "compiled loss", "fshard fx", "fshard inductor"))
+AGAIN = "lane", "syncs", "whole_step", "graph"
+
+
+@dataclass(frozen=True)
+class Command:
+    """A part of the plan: it fits into ten minutes of a card.
+
+    Attributes:
+        what: it does.
+        decides: what its numbers decide.
+        seconds: its limit.
+        stages: of which it consists.
+    """
+
+    what: str
+    decides: str
+    seconds: float
+    stages: tuple[Stage, ...]
+
+
+def _ladder(peers: tuple[str, ...]) -> tuple[Stage, ...]:
+    return tuple(Stage(f"ladder.{peer}", f"a GPT of 1.3B parameters: {peer}", 140, 240) for peer in peers)
+
+
+PLAN = (
+    Command(
+        "ten peers at 4,096 tokens, each alone",
+        "Copies of fshard 1.5 ms over eager's, or norms .7 ms: these first. A step 1.5 ms longer than its kernels: "
+        "graphs first. `fshard inductor` over 1.05 of `compiled loss`: compare kinds of kernels.",
+        525,
+        _ladder(LADDER),
+    ),
+    Command(
+        "the step replayed as a CUDA graph",
+        "A gain under 2 ms: graphs wait; over 4 ms: they come first. A step that was not captured says why.",
+        240,
+        _ladder(GRAPHS),
+    ),
+    Command(
+        "AdamW and norms beside products, float8 with its rounding",
+        "AdamW beside products in less than these and half of AdamW: build it. Float8 and its rounding under .8 of "
+        "bf16 at 16,384 rows: float8 products, else only gathers.",
+        180,
+        (Stage("micro", "memory-bound work beside products, products in float8", 180),),
+    ),
+    Command(
+        "four peers at 16,384 tokens",
+        "Ratios where the host matters least.",
+        300,
+        _ladder(LONG),
+    ),
+    Command(
+        "four stages again",
+        "If one fails, no number above counts.",
+        255,
+        tuple(stage for stage in STAGES if stage.name in AGAIN),
+    ),
+)
+"""The first 25 minutes of a card."""
 
 UNTESTED = (
     "NCCL between ranks: all-gather, reduce-scatter, all-reduce and all-to-all that send anything",

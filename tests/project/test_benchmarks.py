@@ -190,6 +190,18 @@ def test_the_page_counts_what_is_missed_and_says_what_was_not_measured(bench: An
     assert "### gpu.py\n\nNot measured yet." in text
 
 
+def test_what_no_card_has_run_is_a_row_that_says_so(bench: Any) -> None:
+    told = [vars(bench.common.Row("1 rank: fshard / eager", "wall", 1.04))]
+    around = {"date": "", "commit": "", "changed": False, "torch": "", "python": "", "cores": 1, "processor": ""}
+    content = {"name": "gpu", "claim": "Claim.", "rows": told, "notes": [], "environment": {**around, "load": [0]}}
+    text = "\n".join(bench.report.section(content))
+    assert "| 1 rank: fshard / eager | wall | 1.040 |  |  |  |" in text
+    assert "| 8 ranks, silent: fshard / fsdp2 | wall | - |  |  | not run on a card |" in text
+    assert text.count("not run on a card") == len(bench.gpu.CASES) - 1
+    missed = bench.common.Row("a", "wall", target=1.0, why="no time was left")
+    assert missed.short and missed.verdict == "no time was left"
+
+
 def test_claims_are_rows_of_benchmarks_that_run_for_them(bench: Any) -> None:
     claims = bench.claims
     assert len(claims.CLAIMS) == 10

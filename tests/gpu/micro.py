@@ -1,0 +1,20 @@
+"""``benchmarks/gpu_micro.py`` in the process of a stage."""
+
+import pytest
+
+from tests.gpu.ladder import FOLDER
+from tests.gpu.place import Found, Place
+
+
+def run(place: Place, found: Found) -> None:
+    """Measure, and keep each number when it is known."""
+    with pytest.MonkeyPatch.context() as change:
+        change.syspath_prepend(FOLDER)
+        import gpu_micro
+
+        if place.dry:
+            found.leave("figures: tiny products on the CPU")
+        with found.trying("micro-benchmarks"):
+            for what, numbers in gpu_micro.rows():
+                found.number(what, numbers)
+                found.check(all(value > 0 for value in numbers.values()), f"{what}: {numbers}")
