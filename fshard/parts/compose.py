@@ -194,6 +194,28 @@ class Composition(Unwatched, ABC):
         _, result = self.run_pass(part.spec, number, version, batch)
         return self._named(number, as_means(result))
 
+    def derivative(self, part: Any, params: Any, directions: Sequence[Any], batch: Any) -> Any:
+        """Perform a derivative of a loss along directions, if a trace finds its program.
+
+        Returns:
+            A gradient, or what is evaluated; None if no trace does.
+        """
+        check_data(batch)
+        if not self.scheduled(part, batch):
+            return None
+        at, *along = [self._source(part.plan, given) for given in (params, *directions)]
+        chunks = part.joined(self._lasting(at), [self._lasting(each) for each in along])
+        source = ComputedFlat(self, form_of(part.spec.plan), dict(enumerate(chunks)))
+        version = self._version(source, part.spec.plan)
+        number = self._next()
+        _, aux = self.run_pass(part.spec, number, version, batch)
+        return self.bank(part.form, number).tree() if part.spec.train else self._named(number, as_means(aux))
+
+    def _lasting(self, flat: RunningFlat) -> Mapping[int, Tensor]:
+        """The chunks of a tree, which no other pass writes to. Those of gradients are copied."""
+        chunks = self.chunks(flat)
+        return {group: chunk.clone() for group, chunk in chunks.items()} if isinstance(flat, Bank) else chunks
+
     def _next(self) -> int:
         """The number of the next pass."""
         self.read.clear()
@@ -338,6 +360,10 @@ class Composition(Unwatched, ABC):
         Returns:
             The dtype of its loss, and its auxiliary values, with ``fs.Mean`` for means over ranks.
         """
+
+    @abstractmethod
+    def scheduled(self, part: Any, batch: Any) -> bool:
+        """Tell whether a derivative is a pass of the step: whether a trace finds its program."""
 
     @abstractmethod
     def bank(self, form: FlatForm, number: int) -> Bank:

@@ -98,6 +98,7 @@ class StepRecord:
         axes: those over which the function communicates itself.
         needs: what the compute ops of one microbatch of each pass need, and the code between passes.
         equals: what its parts must have in common on all ranks, and the number of the state that each updates, if any.
+        derivatives: for each call of a tool that takes derivatives, in order, whether it is a pass.
     """
 
     stages: tuple[RecordedPass | RecordedLocal, ...]
@@ -106,6 +107,7 @@ class StepRecord:
     axes: tuple[Axes, ...]
     needs: tuple[Need, ...]
     equals: tuple[tuple[Equal, int | None], ...]
+    derivatives: tuple[bool, ...] = ()
 
     @functools.cached_property
     def passes(self) -> list[RecordedPass]:
@@ -155,6 +157,8 @@ class Recording(Composition):
     between: Activations = field(default_factory=lambda: Activations([]))  # of the code between passes
     equals: dict[int, tuple[Equal, int | None]] = field(default_factory=dict)
     guard: ShardArithmetic = field(default_factory=lambda: ShardArithmetic(cut_of_leaf))
+    derivatives: list[bool] = field(default_factory=list)
+    traced: tuple[ProgramTrace, Any] | None = None  # the program of the pass that comes next, if it was traced before
 
     def hand_out(self, leaf: Tensor, flat: RunningFlat, number: int) -> None:
         """Let the guard follow it."""
@@ -189,12 +193,26 @@ class Recording(Composition):
             self.between.know(chunks.values())
             return chunks
 
+    def scheduled(self, part: Any, batch: Any) -> bool:
+        """Trace it. Where that fails, it gathers where units run, and raises what is an error of the loss function."""
+        try:
+            self.traced = self._trace(part.spec, batch)
+        except Exception:
+            self.traced = None
+        self.derivatives.append(self.traced is not None)
+        if self.traced is not None:
+            self.equals[id(part)] = part.equal, None
+        return self.traced is not None
+
+    def _trace(self, spec: PassSpec, batch: Any) -> tuple[ProgramTrace, Any] | None:
+        parts = microbatches(batch, spec.accumulate, spec.plan.batch)
+        with self.between.outside(), unguarded():
+            return trace_in(self.mode, spec.fn, spec.plan, parts[0], spec.train, spec.remat)
+
     def run_pass(self, spec: PassSpec, number: int, version: int, batch: Any) -> tuple[torch.dtype, Any]:
         """Trace its function."""
-        parts = microbatches(batch, spec.accumulate, spec.plan.batch)
         before = self.between.take()
-        with self.between.outside(), unguarded():
-            traced = trace_in(self.mode, spec.fn, spec.plan, parts[0], spec.train, spec.remat)
+        traced, self.traced = self.traced or self._trace(spec, batch), None
         if traced is None:
             raise UntraceablePart(f"{VALUES}, in {part_of(spec)}")
         found, result = traced
@@ -277,6 +295,7 @@ class Recording(Composition):
             tuple(axes),
             tuple(self.needs),
             (*self.equals.values(),),
+            tuple(self.derivatives),
         )
 
 

@@ -82,6 +82,7 @@ class Replay(Composition):
     slots: dict[int, dict[int, Tensor]] = field(default_factory=dict)
     placed: set[int] = field(default_factory=set)
     marks: Marks = field(default_factory=Marks)
+    derivatives: int = 0
 
     @property
     def step(self) -> Assembled:
@@ -95,7 +96,7 @@ class Replay(Composition):
         self._clear()
         for held in (self.dead, self.numbers, self.scales, self.complete, self.read, self.placed, self.marks):
             held.clear()
-        self.at = self.locals = self.passes = 0
+        self.at = self.locals = self.passes = self.derivatives = 0
         self.over = False
 
     def end(self) -> None:
@@ -125,6 +126,13 @@ class Replay(Composition):
             groups = self.states[state].plan.groups
             self.slots[state] = {group.id: values_of(group, shards[group.id].param) for group in groups}
         return self.slots[state]
+
+    def scheduled(self, part: Any, batch: Any) -> bool:
+        """Tell whether it was a pass when it was traced."""
+        known, self.derivatives = self.step.recorded.derivatives, self.derivatives + 1
+        if self.derivatives > len(known):
+            raise Mispredicted("the step function takes more derivatives than when it was traced")
+        return known[self.derivatives - 1]
 
     def run_pass(self, spec: PassSpec, number: int, version: int, batch: Any) -> tuple[torch.dtype, Any]:
         """Run the pass on its part of the schedule."""
