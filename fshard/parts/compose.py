@@ -19,6 +19,7 @@ from fshard.parts.step_arguments import (
     check_data,
     check_mesh,
     check_origins,
+    final_of,
     returned_states,
 )
 from fshard.parts.step_values import (
@@ -97,27 +98,11 @@ class Composition(Unwatched, ABC):
             LossError: no pair of states and metrics; not each state that the step was given, once.
             TreeError: a state that is not of this step; two updates of a leaf.
         """
-        finals = [self._final(memory_of(state, self)) for state in returned_states(returned)]
+        finals = [final_of(memory_of(state, self)) for state in returned_states(returned)]
         check_origins([final.memory.origin for final in finals], self.own)
         self._exchange_dropped(returned[1], finals)
         copied = self._copied(finals)
         return FunctionResult(returned[0], lasting(returned[1]), tuple(finals), copied)
-
-    def _final(self, memory: RunningMemory) -> Final:
-        updates: list[Updated] = []
-        while isinstance(memory.source, Updated):
-            updates.insert(0, memory.source)
-            memory = memory.source.before
-        seen: set[str] = set()
-        for updated in updates if len(updates) > 1 else ():
-            if twice := seen & set(updated.part.paths):
-                raise TreeError(
-                    f"the step updates {sorted(twice)[0]} and {len(twice) - 1} more leaves twice with gradients of the "
-                    f"same parameters: add the gradients up first, fs.tree.add, or take the second ones of the state "
-                    f"that the first update returned"
-                )
-            seen |= set(updated.part.paths)
-        return Final(memory, tuple(updates))
 
     def _copied(self, finals: Sequence[Final]) -> tuple[Updated, ...]:
         """The updates whose gradients no schedule keeps, which are complete on return.

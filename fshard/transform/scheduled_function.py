@@ -1,4 +1,7 @@
-"""Functions of parameters and their tangents on schedules, where a trace finds their programs."""
+"""Functions of parameters and their tangents on schedules, where a trace finds their programs.
+
+The call of a tool runs on a schedule of its own. In a step function it is a pass of that step's.
+"""
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
