@@ -38,7 +38,7 @@ from fshard.parts.step_values import (
 )
 from fshard.parts.update_metrics import UpdateMetrics
 from fshard.parts.versions import Version, same_leaves
-from fshard.runtime.engine.loss_result import Mean, as_means
+from fshard.runtime.engine.loss_result import Mean, as_means, means_of
 from fshard.runtime.execution import Shards
 from fshard.runtime.memory import values_of
 from fshard.runtime.steps import PassSpec, widened
@@ -60,6 +60,7 @@ class Composition(Unwatched, ABC):
         versions: the parameters that passes have read, in the order of their first pass.
         locals: the points so far at which the code between passes has read shards.
         passes: the passes so far.
+        derivatives: the calls so far of tools that take derivatives, passes or not.
         complete: the banks and states that are what they stand for: gradients of means, updated parameters.
         over: whether nothing of it can be read any more.
         read: the banks that the code since the latest pass has read. Their memory may go before the next one.
@@ -71,10 +72,16 @@ class Composition(Unwatched, ABC):
     versions: list[Version] = field(default_factory=list)
     locals: int = 0
     passes: int = 0
+    derivatives: int = 0
     complete: set[tuple[str, Any]] = field(default_factory=set)
     read: set[int] = field(default_factory=set)
     over: bool = False
     numbers: dict[tuple[str, Any, int], float] = field(default_factory=dict)
+
+    def restart(self) -> None:
+        """Begin to count anew."""
+        self.locals = self.passes = self.derivatives = 0
+        self.over = False
 
     # -- what the function is given, and what it returns --------------------------------------------------------------
 
@@ -180,12 +187,9 @@ class Composition(Unwatched, ABC):
         return self._named(number, as_means(result))
 
     def derivative(self, part: Any, params: Any, directions: Sequence[Any], batch: Any) -> Any:
-        """Perform a derivative of a loss along directions, if a trace finds its program.
-
-        Returns:
-            A gradient, or what is evaluated; None if no trace does.
-        """
+        """Perform a derivative along directions: a gradient, or values; None if no trace finds its program."""
         check_data(batch)
+        self.derivatives += 1
         if not self.scheduled(part, batch):
             return None
         at, *along = [self._source(part.plan, given) for given in (params, *directions)]
@@ -209,7 +213,7 @@ class Composition(Unwatched, ABC):
 
     def _named(self, number: int, aux: Any) -> Any:
         """The auxiliary values of a pass, with numbers of the step in the place of means."""
-        means = iter(range(number_of_means(aux)))
+        means = iter(range(len(means_of(aux))))
 
         def named(leaf: Any) -> Any:
             if not isinstance(leaf, Mean):
@@ -392,8 +396,3 @@ class Composition(Unwatched, ABC):
     @abstractmethod
     def updated(self, updated: Updated, before: RunningMemory) -> Any:
         """Copies of shards, updated."""
-
-
-def number_of_means(aux: Any) -> int:
-    """Return how many ``fs.Mean`` auxiliary values hold."""
-    return sum(isinstance(leaf, Mean) for leaf in tree.leaves(aux))

@@ -12,14 +12,14 @@ from torch import Tensor
 from fshard import tree
 from fshard.collectives.scope import bind
 from fshard.optim.contract import LearningRate
-from fshard.parts.compose import Composition, number_of_means
+from fshard.parts.compose import Composition
 from fshard.parts.step_arguments import Arguments, Final, FunctionResult
 from fshard.parts.step_values import Bank, Number, RunningFlat, RunningMemory, Updated, memory_of
 from fshard.runtime.comm.call_site import line_of
 from fshard.runtime.engine.activations import Activations
 from fshard.runtime.engine.batch import check_even, faked, microbatches, signature
 from fshard.runtime.engine.fake_fallback import needs_values
-from fshard.runtime.engine.loss_result import as_means, detached, read_loss
+from fshard.runtime.engine.loss_result import as_means, detached, means_of, read_loss
 from fshard.runtime.engine.program_mode import ProgramMode
 from fshard.runtime.execution import ProgramTrace, Shard, Shards, partly_updated
 from fshard.runtime.execution.trace_program import trace_in, without_data
@@ -157,7 +157,7 @@ class Recording(Composition):
     between: Activations = field(default_factory=lambda: Activations([]))  # of the code between passes
     equals: dict[int, tuple[Equal, int | None]] = field(default_factory=dict)
     guard: ShardArithmetic = field(default_factory=lambda: ShardArithmetic(cut_of_leaf))
-    derivatives: list[bool] = field(default_factory=list)
+    foreseen: list[bool] = field(default_factory=list)  # for each call of a tool, whether it is a pass
     traced: tuple[ProgramTrace, Any] | None = None  # the program of the pass that comes next, if it was traced before
 
     def hand_out(self, leaf: Tensor, flat: RunningFlat, number: int) -> None:
@@ -199,7 +199,7 @@ class Recording(Composition):
             self.traced = self._trace(part.spec, batch)
         except Exception:
             self.traced = None
-        self.derivatives.append(self.traced is not None)
+        self.foreseen.append(self.traced is not None)
         if self.traced is not None:
             self.equals[id(part)] = part.equal, None
         return self.traced is not None
@@ -219,8 +219,8 @@ class Recording(Composition):
         if spec.train and not found.weighted:
             check_even(batch, spec.accumulate)
         values = read_loss(result).aux if spec.train else result
-        means = number_of_means(as_means(values))
-        plain = means > number_of_means(values)
+        means = len(means_of(as_means(values)))
+        plain = means > len(means_of(values))
         self.stages.append(RecordedPass(spec, version, found, signature(batch), means, plain))
         self.needs += _beside(before, found.needs)
         if not spec.train:
@@ -295,7 +295,7 @@ class Recording(Composition):
             tuple(axes),
             tuple(self.needs),
             (*self.equals.values(),),
-            tuple(self.derivatives),
+            tuple(self.foreseen),
         )
 
 
