@@ -112,7 +112,13 @@ def forward_parts(x: torch.Tensor, level: int) -> tuple[torch.Tensor, torch.Tens
     if tangent is None:
         return primal, None
     tangent = functorch._unwrap_for_grad(tangent, level)
-    return primal, None if tangent._is_zerotensor() else tangent
+    return primal, None if of_zeros(tangent) else tangent
+
+
+def of_zeros(x: torch.Tensor) -> bool:
+    """Tell whether a tensor is one of zeros without memory, such as the tangent of a constant."""
+    found: bool = x._is_zerotensor()
+    return found
 
 
 def vmap_size(level: Any) -> int:

@@ -19,6 +19,7 @@ from fshard.parts.step_arguments import (
     check_data,
     check_mesh,
     check_origins,
+    final_of,
     returned_states,
 )
 from fshard.parts.step_values import (
@@ -37,7 +38,7 @@ from fshard.parts.step_values import (
 )
 from fshard.parts.update_metrics import UpdateMetrics
 from fshard.parts.versions import Version, same_leaves
-from fshard.runtime.engine.loss_result import Mean, as_means
+from fshard.runtime.engine.loss_result import Mean, as_means, means_of
 from fshard.runtime.execution import Shards
 from fshard.runtime.memory import values_of
 from fshard.runtime.steps import PassSpec, widened
@@ -59,6 +60,7 @@ class Composition(Unwatched, ABC):
         versions: the parameters that passes have read, in the order of their first pass.
         locals: the points so far at which the code between passes has read shards.
         passes: the passes so far.
+        derivatives: the calls so far of tools that take derivatives, passes or not.
         complete: the banks and states that are what they stand for: gradients of means, updated parameters.
         over: whether nothing of it can be read any more.
         read: the banks that the code since the latest pass has read. Their memory may go before the next one.
@@ -70,10 +72,16 @@ class Composition(Unwatched, ABC):
     versions: list[Version] = field(default_factory=list)
     locals: int = 0
     passes: int = 0
+    derivatives: int = 0
     complete: set[tuple[str, Any]] = field(default_factory=set)
     read: set[int] = field(default_factory=set)
     over: bool = False
     numbers: dict[tuple[str, Any, int], float] = field(default_factory=dict)
+
+    def restart(self) -> None:
+        """Begin to count anew."""
+        self.locals = self.passes = self.derivatives = 0
+        self.over = False
 
     # -- what the function is given, and what it returns --------------------------------------------------------------
 
@@ -97,27 +105,11 @@ class Composition(Unwatched, ABC):
             LossError: no pair of states and metrics; not each state that the step was given, once.
             TreeError: a state that is not of this step; two updates of a leaf.
         """
-        finals = [self._final(memory_of(state, self)) for state in returned_states(returned)]
+        finals = [final_of(memory_of(state, self)) for state in returned_states(returned)]
         check_origins([final.memory.origin for final in finals], self.own)
         self._exchange_dropped(returned[1], finals)
         copied = self._copied(finals)
         return FunctionResult(returned[0], lasting(returned[1]), tuple(finals), copied)
-
-    def _final(self, memory: RunningMemory) -> Final:
-        updates: list[Updated] = []
-        while isinstance(memory.source, Updated):
-            updates.insert(0, memory.source)
-            memory = memory.source.before
-        seen: set[str] = set()
-        for updated in updates if len(updates) > 1 else ():
-            if twice := seen & set(updated.part.paths):
-                raise TreeError(
-                    f"the step updates {sorted(twice)[0]} and {len(twice) - 1} more leaves twice with gradients of the "
-                    f"same parameters: add the gradients up first, fs.tree.add, or take the second ones of the state "
-                    f"that the first update returned"
-                )
-            seen |= set(updated.part.paths)
-        return Final(memory, tuple(updates))
 
     def _copied(self, finals: Sequence[Final]) -> tuple[Updated, ...]:
         """The updates whose gradients no schedule keeps, which are complete on return.
@@ -194,6 +186,25 @@ class Composition(Unwatched, ABC):
         _, result = self.run_pass(part.spec, number, version, batch)
         return self._named(number, as_means(result))
 
+    def derivative(self, part: Any, params: Any, directions: Sequence[Any], batch: Any) -> Any:
+        """Perform a derivative along directions: a gradient, or values; None if no trace finds its program."""
+        check_data(batch)
+        self.derivatives += 1
+        if not self.scheduled(part, batch):
+            return None
+        at, *along = [self._source(part.plan, given) for given in (params, *directions)]
+        chunks = part.joined(self._lasting(at), [self._lasting(each) for each in along])
+        source = ComputedFlat(self, form_of(part.spec.plan), dict(enumerate(chunks)))
+        version = self._version(source, part.spec.plan)
+        number = self._next()
+        _, aux = self.run_pass(part.spec, number, version, batch)
+        return self.bank(part.form, number).tree() if part.spec.train else self._named(number, as_means(aux))
+
+    def _lasting(self, flat: RunningFlat) -> Mapping[int, Tensor]:
+        """The chunks of a tree, which no other pass writes to. Those of gradients are copied."""
+        chunks = self.chunks(flat)
+        return {group: chunk.clone() for group, chunk in chunks.items()} if isinstance(flat, Bank) else chunks
+
     def _next(self) -> int:
         """The number of the next pass."""
         self.read.clear()
@@ -202,7 +213,7 @@ class Composition(Unwatched, ABC):
 
     def _named(self, number: int, aux: Any) -> Any:
         """The auxiliary values of a pass, with numbers of the step in the place of means."""
-        means = iter(range(number_of_means(aux)))
+        means = iter(range(len(means_of(aux))))
 
         def named(leaf: Any) -> Any:
             if not isinstance(leaf, Mean):
@@ -340,6 +351,10 @@ class Composition(Unwatched, ABC):
         """
 
     @abstractmethod
+    def scheduled(self, part: Any, batch: Any) -> bool:
+        """Tell whether a derivative is a pass of the step: whether a trace finds its program."""
+
+    @abstractmethod
     def bank(self, form: FlatForm, number: int) -> Bank:
         """The gradients of a pass."""
 
@@ -381,8 +396,3 @@ class Composition(Unwatched, ABC):
     @abstractmethod
     def updated(self, updated: Updated, before: RunningMemory) -> Any:
         """Copies of shards, updated."""
-
-
-def number_of_means(aux: Any) -> int:
-    """Return how many ``fs.Mean`` auxiliary values hold."""
-    return sum(isinstance(leaf, Mean) for leaf in tree.leaves(aux))

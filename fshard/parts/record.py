@@ -12,14 +12,14 @@ from torch import Tensor
 from fshard import tree
 from fshard.collectives.scope import bind
 from fshard.optim.contract import LearningRate
-from fshard.parts.compose import Composition, number_of_means
+from fshard.parts.compose import Composition
 from fshard.parts.step_arguments import Arguments, Final, FunctionResult
 from fshard.parts.step_values import Bank, Number, RunningFlat, RunningMemory, Updated, memory_of
 from fshard.runtime.comm.call_site import line_of
 from fshard.runtime.engine.activations import Activations
 from fshard.runtime.engine.batch import check_even, faked, microbatches, signature
 from fshard.runtime.engine.fake_fallback import needs_values
-from fshard.runtime.engine.loss_result import as_means, detached, read_loss
+from fshard.runtime.engine.loss_result import as_means, detached, means_of, read_loss
 from fshard.runtime.engine.program_mode import ProgramMode
 from fshard.runtime.execution import ProgramTrace, Shard, Shards, partly_updated
 from fshard.runtime.execution.trace_program import trace_in, without_data
@@ -98,6 +98,7 @@ class StepRecord:
         axes: those over which the function communicates itself.
         needs: what the compute ops of one microbatch of each pass need, and the code between passes.
         equals: what its parts must have in common on all ranks, and the number of the state that each updates, if any.
+        derivatives: for each call of a tool that takes derivatives, in order, whether it is a pass.
     """
 
     stages: tuple[RecordedPass | RecordedLocal, ...]
@@ -106,6 +107,7 @@ class StepRecord:
     axes: tuple[Axes, ...]
     needs: tuple[Need, ...]
     equals: tuple[tuple[Equal, int | None], ...]
+    derivatives: tuple[bool, ...] = ()
 
     @functools.cached_property
     def passes(self) -> list[RecordedPass]:
@@ -155,6 +157,8 @@ class Recording(Composition):
     between: Activations = field(default_factory=lambda: Activations([]))  # of the code between passes
     equals: dict[int, tuple[Equal, int | None]] = field(default_factory=dict)
     guard: ShardArithmetic = field(default_factory=lambda: ShardArithmetic(cut_of_leaf))
+    foreseen: list[bool] = field(default_factory=list)  # for each call of a tool, whether it is a pass
+    traced: tuple[ProgramTrace, Any] | None = None  # the program of the pass that comes next, if it was traced before
 
     def hand_out(self, leaf: Tensor, flat: RunningFlat, number: int) -> None:
         """Let the guard follow it."""
@@ -189,20 +193,34 @@ class Recording(Composition):
             self.between.know(chunks.values())
             return chunks
 
+    def scheduled(self, part: Any, batch: Any) -> bool:
+        """Trace it. Where that fails, it gathers where units run, and raises what is an error of the loss function."""
+        try:
+            self.traced = self._trace(part.spec, batch)
+        except Exception:
+            self.traced = None
+        self.foreseen.append(self.traced is not None)
+        if self.traced is not None:
+            self.equals[id(part)] = part.equal, None
+        return self.traced is not None
+
+    def _trace(self, spec: PassSpec, batch: Any) -> tuple[ProgramTrace, Any] | None:
+        parts = microbatches(batch, spec.accumulate, spec.plan.batch)
+        with self.between.outside(), unguarded():
+            return trace_in(self.mode, spec.fn, spec.plan, parts[0], spec.train, spec.remat)
+
     def run_pass(self, spec: PassSpec, number: int, version: int, batch: Any) -> tuple[torch.dtype, Any]:
         """Trace its function."""
-        parts = microbatches(batch, spec.accumulate, spec.plan.batch)
         before = self.between.take()
-        with self.between.outside(), unguarded():
-            traced = trace_in(self.mode, spec.fn, spec.plan, parts[0], spec.train, spec.remat)
+        traced, self.traced = self.traced or self._trace(spec, batch), None
         if traced is None:
             raise UntraceablePart(f"{VALUES}, in {part_of(spec)}")
         found, result = traced
         if spec.train and not found.weighted:
             check_even(batch, spec.accumulate)
         values = read_loss(result).aux if spec.train else result
-        means = number_of_means(as_means(values))
-        plain = means > number_of_means(values)
+        means = len(means_of(as_means(values)))
+        plain = means > len(means_of(values))
         self.stages.append(RecordedPass(spec, version, found, signature(batch), means, plain))
         self.needs += _beside(before, found.needs)
         if not spec.train:
@@ -277,6 +295,7 @@ class Recording(Composition):
             tuple(axes),
             tuple(self.needs),
             (*self.equals.values(),),
+            tuple(self.foreseen),
         )
 
 

@@ -12,7 +12,7 @@ from fshard.collectives.linear import LinearSum, apply
 from fshard.collectives.ranks import Ranks
 from fshard.collectives.raw import gather
 from fshard.parts.assemble import Assembled
-from fshard.parts.compose import Composition, number_of_means
+from fshard.parts.compose import Composition
 from fshard.parts.copy_marks import Marks
 from fshard.parts.record import RecordedLocal, RecordedPass, RecordedUpdate, recorded_updates
 from fshard.parts.replayed_pass import ReplayedPass, marked
@@ -20,7 +20,7 @@ from fshard.parts.step_arguments import FunctionResult
 from fshard.parts.step_values import Bank, Number, RunningFlat, RunningMemory, StateParams, Updated
 from fshard.parts.told_rates import check_rates, told_rate
 from fshard.runtime.engine.batch import check_detached, check_device, check_even, microbatches, signature
-from fshard.runtime.engine.loss_result import as_means
+from fshard.runtime.engine.loss_result import as_means, means_of
 from fshard.runtime.engine.plain_values import PlainTold, PlainValues
 from fshard.runtime.engine.proxies import Mispredicted
 from fshard.runtime.execution import Shard, Shards, partly_updated
@@ -95,8 +95,8 @@ class Replay(Composition):
         self._clear()
         for held in (self.dead, self.numbers, self.scales, self.complete, self.read, self.placed, self.marks):
             held.clear()
-        self.at = self.locals = self.passes = 0
-        self.over = False
+        self.at = 0
+        self.restart()
 
     def end(self) -> None:
         """The step is over: let go of what it was given. Trees that somebody keeps are not handed out again."""
@@ -125,6 +125,13 @@ class Replay(Composition):
             groups = self.states[state].plan.groups
             self.slots[state] = {group.id: values_of(group, shards[group.id].param) for group in groups}
         return self.slots[state]
+
+    def scheduled(self, part: Any, batch: Any) -> bool:
+        """Tell whether it was a pass when it was traced."""
+        known = self.step.recorded.derivatives
+        if self.derivatives > len(known):
+            raise Mispredicted("the step function takes more derivatives than when it was traced")
+        return known[self.derivatives - 1]
 
     def run_pass(self, spec: PassSpec, number: int, version: int, batch: Any) -> tuple[torch.dtype, Any]:
         """Run the pass on its part of the schedule."""
@@ -156,7 +163,7 @@ class Replay(Composition):
             prepared.actions.gradients.fill()
         if spec.train and measured.weighted is not stage.found.weighted:
             raise Mispredicted("the loss of a pass changed between a mean and an fs.Mean")
-        if number_of_means(as_means(measured.aux[0])) != stage.means:
+        if len(means_of(as_means(measured.aux[0]))) != stage.means:
             raise Mispredicted("a pass returned other auxiliary means than when it was traced")
         return measured, spec.divisor / scale
 

@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from fshard import tree
-from fshard.parts.compose import number_of_means
 from fshard.runtime.engine.loss_result import Mean, as_means, means_of
 from fshard.runtime.steps.readings import Reading, pair
 from fshard.runtime.steps.records import PassResult
@@ -44,6 +43,6 @@ def marked(parts: Sequence[Any]) -> Any:
         return parts[0] if parts else {}
     parts = [*map(as_means, parts)]
     marks = [leaf if isinstance(leaf, Mean) else None for leaf in tree.leaves(parts[0])]
-    whole = combine_aux(parts, [0.0] * number_of_means(parts[0]))
+    whole = combine_aux(parts, [0.0] * len(means_of(parts[0])))
     leaves, spec = tree.flatten(whole)
     return tree.unflatten(spec, [leaf if mark is None else mark for leaf, mark in zip(leaves, marks, strict=True)])

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from fshard import tree
 from fshard.arguments import described
-from fshard.errors import BatchError, LossError, PlanError
+from fshard.errors import BatchError, LossError, PlanError, TreeError
 from fshard.parts.step_values import RunningMemory, Updated
 from fshard.parts.update_metrics import UpdateMetrics
 from fshard.sharding.mesh import Mesh
@@ -90,6 +90,28 @@ class Final:
 
     memory: RunningMemory
     updates: tuple[Updated, ...]
+
+
+def final_of(memory: RunningMemory) -> Final:
+    """A state that a step function returns, of its memory.
+
+    Raises:
+        TreeError: two updates of a leaf.
+    """
+    updates: list[Updated] = []
+    while isinstance(memory.source, Updated):
+        updates.insert(0, memory.source)
+        memory = memory.source.before
+    seen: set[str] = set()
+    for updated in updates if len(updates) > 1 else ():
+        if twice := seen & set(updated.part.paths):
+            raise TreeError(
+                f"the step updates {sorted(twice)[0]} and {len(twice) - 1} more leaves twice with gradients of the "
+                f"same parameters: add the gradients up first, fs.tree.add, or take the second ones of the state "
+                f"that the first update returned"
+            )
+        seen |= set(updated.part.paths)
+    return Final(memory, tuple(updates))
 
 
 @dataclass(frozen=True)

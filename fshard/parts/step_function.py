@@ -164,10 +164,11 @@ def make_step(
 ) -> Step:
     """Make a step of a function of parts: ``step(state, batch) -> (state, metrics)``.
 
-    The function composes ``fs.value_and_grad``, ``fs.make_update``, evaluation steps and arithmetic on trees of shards
-    as it likes: several losses, several gradients, perturbed parameters, several updates. It is run once on fake
-    tensors. Then all its passes, gathers, reductions and updates are one schedule, which is checked and can be printed,
-    with one handshake and one consensus: if anything fails on any rank, every state is as it was.
+    The function composes ``fs.value_and_grad``, ``fs.make_update``, evaluation steps, products of ``fs.func`` and
+    arithmetic on trees of shards as it likes: several losses, several gradients, perturbed parameters, several
+    updates. It is run once on fake tensors. Then all its passes, gathers, reductions and updates are one schedule,
+    which is checked and can be printed, with one handshake and one consensus: if anything fails on any rank, every
+    state is as it was.
 
     Args:
         fn: ``fn(state, batch)``, which returns ``(state, metrics)``. It calls its parts outside of transforms, in the

@@ -42,6 +42,9 @@ class RunningStep(Protocol):
     def evaluate(self, part: Any, state: TrainState, batch: Any) -> Any:
         """Perform what ``fs.make_eval_step`` made."""
 
+    def derivative(self, part: Any, params: Any, directions: Sequence[Any], batch: Any) -> Any:
+        """Perform a derivative along directions as a pass; None if it cannot be one."""
+
     def differentiate(self, equal: Any) -> None:
         """Note what ranks must have in common for a derivative that the code between passes takes of a loss."""
 

@@ -64,6 +64,9 @@ class GaussNewtonProduct(MayBeScheduled):
             TreeError, BatchError: arguments that do not fit, alike on all ranks.
         """
         check_arguments(self.plan, params, v, batch)
+        if (made := self._in_step(params, [v], batch)) is not None:
+            found: dict[str, Any] = made
+            return found
         if (scheduled := self._found(batch, params, v)) is not None:
             return scheduled.gradient(scheduled.run(params, [v], batch))
         return self._transformed(params, v, batch)

@@ -81,6 +81,9 @@ class HessianProduct(MayBeScheduled):
             PeerError: the loss function raised on another rank.
         """
         check_arguments(self.plan, params, v, batch)
+        if (made := self._in_step(params, [v], batch)) is not None:
+            found: dict[str, Any] = made
+            return found
         scheduled = self._found(batch, params, v)
         if scheduled is not None:
             return scheduled.gradient(scheduled.run(params, [v], batch))
@@ -156,8 +159,9 @@ def hvp(
 
     The gradient of the loss's derivative along ``v``, which is computed by forward differentiation (Pearlmutter, "Fast
     exact multiplication by the Hessian", 1994): about the time of three gradients, on a schedule as a train step. Where
-    an operator has no forward derivative, it is reverse over reverse. For many products at one point,
-    ``hvp(loss_fn, plan).linearize(params, batch)`` is a function of ``v`` that computes the gradient once.
+    an operator has no forward derivative, it is reverse over reverse. In a function that ``fs.make_step`` runs, a
+    product is a pass of that step. For many products at one point, ``hvp(loss_fn, plan).linearize(params, batch)`` is a
+    function of ``v`` that computes the gradient once.
 
     Args:
         loss_fn: as for ``fs.make_train_step``, without aux.

@@ -1,6 +1,9 @@
-"""Functions of parameters and their tangents on schedules, where a trace finds their programs."""
+"""Functions of parameters and their tangents on schedules, where a trace finds their programs.
 
-from collections.abc import Callable, Hashable, Sequence
+The call of a tool runs on a schedule of its own. In a step function it is a pass of that step's.
+"""
+
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,7 +15,7 @@ from fshard.errors import PlanError, ShardError
 from fshard.runtime.comm.call_site import in_program
 from fshard.runtime.engine.batch import check_device, signature
 from fshard.runtime.execution import ProgramTrace, Shard, Shards, held_back
-from fshard.runtime.steps import Outcome, Runner, StepRequest, make_programs
+from fshard.runtime.steps import Outcome, PassSpec, Programs, Runner, StepRequest, make_programs
 from fshard.runtime.steps.finder import Fn
 from fshard.runtime.steps.step_options import RunOptions
 from fshard.schedule.auto import Auto
@@ -28,6 +31,9 @@ from fshard.transform.tangent_plan import with_tangents
 UNTOLD = "parameters lie in host memory, or a leaf is named like the tangent of another one"
 """The reason why a plan has no tangents on schedules."""
 
+PASS = "was a pass of a step function, whose schedule has it: print(step.schedule)"
+"""What the latest call of a tool was, which so has no schedule of its own."""
+
 
 class ScheduledFunction:
     """A function of a plan with tangents, and of a batch, on one rank.
@@ -42,15 +48,20 @@ class ScheduledFunction:
 
     Attributes:
         runner: runs it.
+        spec: it as a pass of a step.
     """
 
     def __init__(self, fn: Fn, plan: Plan, double: Plan, running: RunOptions, call: str, train: bool) -> None:
-        self.plan, self.form, self.train = plan, form_of(plan), train
-        self.programs = make_programs(double, running, train=train)
+        self.plan, self.form, self.train, self.running = plan, form_of(plan), train, running
+        self.spec = PassSpec(fn, double, self._programs, train)
+        self.programs = self._programs(False)
         self.runner = Runner(fn, self.programs, call)
         self.equal = Equal(plan, {"tool": call, **running.told()})
         self._trained = [group.id for group in plan.groups if group.trainable]
         self._problems: dict[Hashable, str] = {}
+
+    def _programs(self, debug: bool) -> Programs:
+        return make_programs(self.spec.plan, self.running.debugged(debug), train=self.train)
 
     def problem(self, batch: Any) -> str:
         """Say why no trace finds a program for batches like this one; empty if one does.
@@ -82,12 +93,15 @@ class ScheduledFunction:
 
     def run(self, params: Any, directions: Sequence[Any], batch: Any) -> Outcome:
         """The outcome at parameters and directions, trees of shards that were checked."""
-        at, along = chunks_of(params, self.form), [chunks_of(v, self.form) for v in directions]
-        chunks = [at[group.id] for group in self.plan.groups]
-        chunks += [each[group] for each in along for group in self._trained]
+        chunks = self.joined(chunks_of(params, self.form), [chunks_of(v, self.form) for v in directions])
         shards = Shards([Shard(chunk.detach(), {}) for chunk in chunks])
         with held_back() as shield, torch.set_grad_enabled(self.train), bind(self.plan.mesh, self.plan.data_axes):
             return self.runner.run(StepRequest(batch, shards, shield, facts=self.equal.fixed, normed=False))
+
+    def joined(self, at: Mapping[int, Tensor], along: Sequence[Mapping[int, Tensor]]) -> list[Tensor]:
+        """The chunks of the plan with tangents, of parameters and directions."""
+        chunks = [at[group.id] for group in self.plan.groups]
+        return chunks + [each[group] for each in along for group in self._trained]
 
     def gradient(self, outcome: Outcome) -> dict[str, Any]:
         """The gradient by the parameters, a tree of shards."""
@@ -126,7 +140,7 @@ class Schedules:
         if mesh.size > 1 and mesh.transport is None:
             return None, "the mesh has no processes"
         if scope is not None and scope.running is not None:
-            return None, "a step function makes it"
+            return None, "no trace finds its program in a step function"
         if dispatch_mode(DispatchModeKey.FAKE) is not None or in_program() or torch.is_inference_mode_enabled():
             return None, "a function that a step runs makes it"
         if under_way([x for x in tree.leaves((batch, given)) if isinstance(x, Tensor)]):
@@ -152,15 +166,30 @@ class MayBeScheduled(OneFunction):
     def _runner(self) -> Runner:  # type: ignore[override]
         found = self._schedules.here
         if self._unscheduled or found is None:
-            raise PlanError(
-                f"no schedule: the latest call gathered where units run, as transforms do, since "
-                f"{self._unscheduled or UNTOLD}"
-            )
+            how = "gathered where units run, as transforms do, since "
+            why = self._unscheduled
+            raise PlanError(f"no schedule: the latest call {why if why == PASS else how + (why or UNTOLD)}")
         return found.runner
 
     def _found(self, batch: Any, *given: Any) -> ScheduledFunction | None:
         """The scheduled function for checked arguments; None if this call has none."""
         found, self._unscheduled = self._schedules.find(batch, given)
+        return found
+
+    def _in_step(self, params: Any, directions: Sequence[Any], batch: Any) -> Any:
+        """The result of a pass of the step function that makes the call; None where no pass of one can be it."""
+        scope = SCOPE.get()
+        if scope is None or scope.running is None or in_program("Passes.run", "_traced_in"):
+            return None
+        if under_way([x for x in tree.leaves((batch, params, directions)) if isinstance(x, Tensor)]):
+            return None
+        found = (
+            None
+            if self._schedules.here is None
+            else scope.running.derivative(self._schedules.here, params, directions, batch)
+        )
+        if found is not None:
+            self._unscheduled = PASS
         return found
 
 

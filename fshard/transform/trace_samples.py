@@ -54,13 +54,17 @@ class TraceSamples(MayBeScheduled):
             PeerError: the loss function raised on another rank.
         """
         check_arguments(self.plan, params, params, batch)
-        if (scheduled := self._found(batch, params, key)) is None:
-            return self._by_products(params, batch, key)
-        found: list[Tensor] = []
+        scheduled, found = self._found(batch, params, key), list[Tensor]()
         for begin in range(0, self.samples, self.together):
             numbers = [min(begin + at, self.samples - 1) for at in range(self.together)]
-            outcome = scheduled.run(params, [self._signs(key, number) for number in numbers], batch)
-            found += global_result(outcome.measured.aux[0], outcome.verdict.means, outcome.verdict.floats)
+            signs = [self._signs(key, number) for number in numbers]
+            if scheduled is not None:
+                outcome = scheduled.run(params, signs, batch)
+                found += global_result(outcome.measured.aux[0], outcome.verdict.means, outcome.verdict.floats)
+            elif (made := self._in_step(params, signs, batch)) is not None:
+                found += made
+            else:
+                return self._by_products(params, batch, key)
         return torch.stack(found[: self.samples]).to(self.plan.here.mesh.device)
 
     def _signs(self, key: Tensor, number: int) -> dict[str, Any]:

@@ -84,6 +84,18 @@ def test_code_outside_of_units_is_named(train: Any) -> None:
         call()
 
 
+def test_forward_derivatives_of_constants_are_not_looked_into() -> None:
+    plan = fs.make_plan({"w": torch.ones(3)}, fs.make_mesh((1,), ("data",)), [(".*", fs.fsdp("data"))])
+
+    def slope(p: Any, x: Tensor) -> Tensor:  # the tangent of the weight is a tensor of zeros without memory
+        of = lambda x: nn.functional.linear(x, p["w"][None]).square().sum()  # noqa: E731
+        return torch.func.jvp(of, (x,), (torch.ones_like(x),))[1]
+
+    step = fs.make_train_step(slope, fs.optim.sgd(0.1), plan, debug=True)
+    state = fs.init_state(plan, fs.optim.sgd(0.1), params={"w": torch.ones(3)})
+    assert step(state, torch.ones(2, 3))[1].loss == 36
+
+
 def test_nothing_is_looked_for_without_debug_mode(train: Any) -> None:
     with pytest.raises(NonFiniteError) as caught:
         train(lambda x: (x - x).log(), lambda x: x)()

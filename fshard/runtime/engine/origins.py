@@ -16,7 +16,7 @@ from fshard import tree
 from fshard.runtime.engine.engine import Engine, Executor, Sink, Traits
 from fshard.runtime.engine.remat_rules import Remat
 from fshard.sharding.plan import Plan
-from fshard.torch_internals import TorchDispatchMode
+from fshard.torch_internals import TorchDispatchMode, of_zeros
 
 TOLD: dict[str, Callable[[Tensor], Tensor]] = {"nan": torch.isnan, "inf": torch.isinf}
 """The kinds of numbers that are not finite."""
@@ -99,7 +99,7 @@ def _any(kind: str, values: Iterable[Any]) -> bool:
     for value in values:
         if isinstance(value, float) and kind in str(value):
             return True
-        if type(value) not in PLAIN or value.layout is not torch.strided:
+        if type(value) not in PLAIN or value.layout is not torch.strided or of_zeros(value):
             continue
         if value.is_meta or not (value.is_floating_point() or value.is_complex()):
             continue
