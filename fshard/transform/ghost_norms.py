@@ -181,7 +181,7 @@ class LinearRows(torch.autograd.Function):
     @once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, grad: Tensor) -> Any:
         x, weight = ctx.saved_tensors
-        flat, slopes = [y.reshape(len(y), -1, y.shape[-1]) for y in (x, grad)]
+        flat, slopes = [y.detach().reshape(len(y), -1, y.shape[-1]) for y in (x, grad)]
         pair = (flat, slopes) if ctx.turned else (slopes, flat)
         ctx.uses.put(weight, LayerPart("linear", *pair))
         ctx.uses.hold_bias(slopes)

@@ -1,6 +1,7 @@
 """Functions of parameters and their tangents on schedules, where a trace finds their programs."""
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from fshard.runtime.engine.batch import check_device, signature
 from fshard.runtime.execution import ProgramTrace, Shard, Shards, held_back
 from fshard.runtime.steps import Outcome, Runner, StepRequest, make_programs
 from fshard.runtime.steps.finder import Fn
+from fshard.runtime.steps.programs import EngineMaker
 from fshard.runtime.steps.step_options import RunOptions
 from fshard.schedule.auto import Auto
 from fshard.sharding.plan import Plan
@@ -39,16 +41,33 @@ class ScheduledFunction:
         running: how it runs.
         call: what ranks call it when they compare their calls.
         train: whether it has a backward.
+        accumulate: the parts of a batch.
+        told: what else must be equal on all ranks.
+        engine: makes the engine; None for the usual one.
 
     Attributes:
         runner: runs it.
     """
 
-    def __init__(self, fn: Fn, plan: Plan, double: Plan, running: RunOptions, call: str, train: bool) -> None:
+    def __init__(
+        self,
+        fn: Fn,
+        plan: Plan,
+        double: Plan,
+        running: RunOptions,
+        call: str,
+        train: bool,
+        *,
+        accumulate: int = 1,
+        told: Mapping[str, Any] | None = None,
+        engine: EngineMaker | None = None,
+    ) -> None:
         self.plan, self.form, self.train = plan, form_of(plan), train
-        self.programs = make_programs(double, running, train=train)
+        self.programs = make_programs(double, running, accumulate=accumulate, train=train)
+        if engine is not None:
+            self.programs = replace(self.programs, engine=engine)
         self.runner = Runner(fn, self.programs, call)
-        self.equal = Equal(plan, {"tool": call, **running.told()})
+        self.equal = Equal(plan, {"tool": call, **running.told(), **(told or {})})
         self._trained = [group.id for group in plan.groups if group.trainable]
         self._problems: dict[Hashable, str] = {}
 
