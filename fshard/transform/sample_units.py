@@ -159,7 +159,7 @@ class SampleLoss:
     known: dict[Unit, Unit] = field(default_factory=dict, repr=False)
 
     def __call__(self, params: Any, batch: Any) -> Mean:
-        """The sum, as an ``fs.Mean``, so that ranks may have unequal rows. Its backward leaves gradients on the tape."""
+        """The sum, an ``fs.Mean``, so that ranks may have unequal rows. Its backward leaves gradients on the tape."""
         leaves = {path: (leaf, ()) for path, leaf in tree.paths(params)}
 
         def given(layers: CaughtLayers) -> SampleUnits:

@@ -134,14 +134,18 @@ class SampleTool(MayBeScheduled):
         """The scheduled function for arguments, which are checked; None if the call has none."""
         self._check(params, batch)
         self._schedules = self._in(1)
-        if (found := self._found(batch, params)) is not None and (parts := self._parts(batch)) > 1:
+        if (found := self._found(batch, params)) is not None:
+            parts, least = self._parts(batch)
+            if least < parts:
+                self._unscheduled = f"a rank has {least} rows, and another one runs {parts} parts of a batch"
+                return None
             self._schedules = self._in(parts)
             found = self._found(batch, params)
         return found if isinstance(found, ScheduledSamples) else None
 
-    def _parts(self, batch: Any) -> int:
-        """The parts in which all ranks run their batches."""
-        return 1
+    def _parts(self, batch: Any) -> tuple[int, int]:
+        """The parts in which all ranks run their batches, and the fewest rows of a rank."""
+        return 1, 1
 
     def _check(self, params: Any, batch: Any) -> None:
         self.plan.check_tree(params, whole=False)
@@ -238,14 +242,13 @@ class ClippedGradient(SampleTool):
             (summed,) = pulled[1](total)
             return zero_filled(self.plan, summed, rest), norms
 
-    def _parts(self, batch: Any) -> int:
-        """The parts in which all ranks run their batches: those of the rank that has the most. Collective."""
+    def _parts(self, batch: Any) -> tuple[int, int]:
+        """The most parts in which any rank runs its batch, and the fewest rows of any. Collective."""
         if self.microbatch is None:
-            return 1
+            return 1, 1
         rows = _rows(batch)
-        control = mesh_communicator(self.plan.here.mesh)
-        met = announce(control, self.call, [rows, -(-rows // self.microbatch)])
-        return max([parts for _, parts in met])
+        met = announce(mesh_communicator(self.plan.here.mesh), self.call, [rows, -(-rows // self.microbatch)])
+        return max([parts for _, parts in met]), min([rows for rows, _ in met])
 
     def _summed(self, fixed: Flat, whole: Flat, batch: Any) -> tuple[Flat, Tensor]:
         """This rank's sum, of whole leaves, and the norms."""
