@@ -10,14 +10,15 @@ from torch import Tensor
 from fshard.runtime.engine import Remat
 from fshard.runtime.engine.batch import microbatches
 from fshard.runtime.engine.engine import Engine, Sink, Traits
+from fshard.runtime.engine.program_mode import ProgramMode
 from fshard.runtime.engine.remat_rules import NO_REMAT, reentrant_refused
 from fshard.runtime.execution import ProgramTrace
 from fshard.runtime.execution.executor import OnDemand
-from fshard.runtime.execution.trace_program import ProgramMode, Watched, trace_in
+from fshard.runtime.execution.trace_program import Watched, trace_in
 from fshard.runtime.steps.finder import Finder
 from fshard.schedule.ops import ROOT, Call
 from fshard.sharding.plan import Plan
-from fshard.transform.ghost_norms import Place, SampleTape
+from fshard.transform.sample_tape import Place, SampleTape
 
 Weigh = Callable[[], Tensor]
 """Gives the factor of each sample's gradient, when all gradients are on the tape."""

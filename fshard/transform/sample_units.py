@@ -16,12 +16,13 @@ from torch import Tensor
 from fshard import tree
 from fshard.collectives.scope import bind
 from fshard.model.casting import Casting
-from fshard.model.unit import Unit, slot_of
+from fshard.model.unit import Slot, Unit, attach, slot_of
 from fshard.runtime.engine import Mean, read_loss
 from fshard.sharding.plan import Plan
 from fshard.torch_internals import batched, below_transforms, functorch, transforms_depth
 from fshard.transform.dual_units import Frame, Pair, TransformedUnits, refuse_views
-from fshard.transform.ghost_norms import OUTSIDE, Caught, CaughtLayers, Place, RowsOf, SampleTape
+from fshard.transform.sample_layers import Caught, CaughtLayers, RowsOf
+from fshard.transform.sample_tape import OUTSIDE, Place, SampleTape
 from fshard.transform.slopes import params_of
 
 Row = Callable[[Any, list[Tensor]], Tensor]
@@ -161,37 +162,41 @@ class SampleLoss:
     def __call__(self, params: Any, batch: Any) -> Mean:
         """The sum, an ``fs.Mean``, so that ranks may have unequal rows. Its backward leaves gradients on the tape."""
         leaves = {path: (leaf, ()) for path, leaf in tree.paths(params)}
-
-        def given(layers: CaughtLayers) -> SampleUnits:
-            return SampleUnits(leaves, self.tape, layers, self.known)
-
-        def one(loss: Row, row: list[Tensor], layers: CaughtLayers) -> Tensor:
-            with given(layers) as units:
-                return loss(params_of(self.plan, units), row)
-
-        return self._total(batch, one)
-
-    def gathered(self, leaves: Mapping[str, Tensor], batch: Any) -> Mean:
-        """The same of leaves that are gathered; those that require grad are trained."""
-
-        def one(loss: Row, row: list[Tensor], layers: CaughtLayers) -> Tensor:
-            units = SampleUnits({path: (leaf, ()) for path, leaf in leaves.items()}, self.tape, layers, {})
-            rows = {path: units.rows_of(path, leaf, OUTSIDE) for path, leaf in leaves.items()}
-            layers.leaves = caught([*rows.values()], [*rows], [*leaves.values()])
-            return loss(tree.nest(rows), row)
-
-        return self._total(batch, one)
-
-    def _total(self, batch: Any, one: Callable[[Row, list[Tensor], CaughtLayers], Tensor]) -> Mean:
         loss, tensors = of_rows(self.loss_fn, self.plan, batch)
         self.tape.begin(len(tensors[0]))
 
         def of(row: list[Tensor]) -> Tensor:
             layers = CaughtLayers(self.tape, transforms_depth(), tensors[0].device.type)
-            with layers:
-                return one(loss, row, layers)
+            with layers, SampleUnits(leaves, self.tape, layers, self.known) as units:
+                return loss(params_of(self.plan, units), row)
 
         return Mean(torch.vmap(of)(tensors).sum(), 1.0)
+
+    def gathered(self, leaves: Mapping[str, Tensor], batch: Any) -> Mean:
+        """The same of leaves that are gathered; those that require grad are trained."""
+        engine = GatheredUnits()
+        for path, leaf in leaves.items():
+            attach(leaf, Slot(engine, path, None, self.plan.leaves[path].shape))
+        return self(tree.nest(dict(leaves)), batch)
+
+
+class GatheredUnits:
+    """Stands in for an engine where all leaves are there.
+
+    Attributes:
+        place: the call of a unit that runs.
+    """
+
+    def __init__(self) -> None:
+        self.place = OUTSIDE
+
+    def call(self, unit: Unit, params: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a unit."""
+        self.place = unit.name or getattr(unit.fn, "__name__", "unit"), 0
+        try:
+            return unit.fn(params, *args, **kwargs)
+        finally:
+            self.place = OUTSIDE
 
 
 def of_rows(loss_fn: Callable[[Any, Any], Any], plan: Plan, batch: Any) -> tuple[Row, list[Tensor]]:

@@ -27,10 +27,10 @@ from fshard.state.equal import Equal
 from fshard.state.flat import Flat as FlatTree
 from fshard.transform.active_transforms import under_way
 from fshard.transform.gather import gather_all, gather_some
-from fshard.transform.ghost_norms import OUTSIDE, Flat, SampleTape
 from fshard.transform.linearized import keeps
 from fshard.transform.meeting import LossMeeting, meeting
 from fshard.transform.sample_engine import SampleEngine, SampleFinder
+from fshard.transform.sample_tape import OUTSIDE, Flat, SampleTape
 from fshard.transform.sample_units import SampleLoss, of_rows
 from fshard.transform.scheduled_function import MayBeScheduled, ScheduledFunction, Schedules
 from fshard.transform.sharded_loss import LossFn, check_loss
@@ -258,8 +258,9 @@ class ClippedGradient(SampleTool):
         for part in _cut(batch, self.microbatch):
             tape = self._taped({**fixed, **whole}, list(whole), part)
             norms.append(tape.norms(whole, dtype))
-            for path, g in tape.summed(OUTSIDE, whole, clipping(norms[-1], self.clip_norm)).items():
-                total[path] = total[path] + g
+            for place in tape.places:
+                for path, g in tape.summed(place, whole, clipping(norms[-1], self.clip_norm)).items():
+                    total[path] = total[path] + g
         return total, torch.cat(norms)
 
 

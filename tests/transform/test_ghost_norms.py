@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import fshard as fs
 from fshard import tree
-from fshard.transform.ghost_norms import SampleTape
+from fshard.transform.sample_tape import SampleTape
 
 ROWS, VOCAB, WIDTH = 5, 11, 6
 Loss = Callable[[Any, Any], Any]

@@ -1,21 +1,13 @@
-"""Gradients of single samples by one backward of plain autograd, each by the cheapest rule for the layer.
+"""Layers on the inputs of all samples at once, which leave the gradients of single samples by the cheapest rule.
 
-The rows of a rank run at once, under ``torch.vmap``, over a graph of plain autograd. The gradient of a sample by the
-weight of a linear layer is ``G.T @ X``, for the inputs ``X`` and the gradients of the outputs ``G`` at the sample's
-positions. Its squared norm is ``((G @ G.T) * (X @ X.T)).sum()`` (Goodfellow, "Efficient per-example gradient
-computations", 2015; Li et al., "Large language models can be strong differentially private learners", 2022), and a
-weighted sum over samples is one product of matrices. So layers keep ``X`` and ``G``, and the backward frees all else
-(Bu et al., "Differentially private optimization on large model at small cost", 2023).
-
-Every other use of a leaf reads a row of it for each sample, without a copy, and its gradient has a row for each
-sample. Where a leaf is used in both ways, or by layers of different kinds, gradients are held and added up.
+The rows of a rank run together, under ``torch.vmap``, over a graph of plain autograd. Layers that have a rule of their
+own leave that ``vmap``. Every other use of a leaf reads a row of it for each sample, without a copy, and its gradient
+has a row for each sample.
 """
 
-import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,134 +15,15 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
+from fshard.errors import TransformError
 from fshard.torch_internals import batched, below_transforms, functorch, transforms_depth
+from fshard.transform.sample_tape import OUTSIDE, LayerPart, Place, SampleTape, Uses
 
-Flat = dict[str, Tensor]
-Place = tuple[str, int]
-"""A call of a unit: its name and number. Code outside of units has no name."""
-
-OUTSIDE: Place = "", 0
+RANDOM = "randomness error mode"
+"""A part of PyTorch's error about random numbers under ``vmap``."""
 
 Caught = dict[int, tuple[str, Tensor]]
 """Paths and leaves, by the identity of what a function is given for them."""
-
-
-class LayerPart(NamedTuple):
-    """The gradients of samples by a weight, from one call of a layer.
-
-    Attributes:
-        kind: ``linear``: the product of the others, summed over positions; or ``embedding``: gradients by indices.
-        left: ``(rows, positions, width)``; of an embedding the indices, ``(rows, positions)``.
-        right: ``(rows, positions, width)``.
-    """
-
-    kind: str
-    left: Tensor
-    right: Tensor
-
-    def held(self, leaf: Tensor) -> Tensor:
-        """The gradient of each sample, ``(rows, *shape)``."""
-        if self.kind == "linear":  # products of one term each are no work for a product of matrices
-            return self.left.mT @ self.right if self.left.shape[1] > 1 else self.left.mT * self.right
-        rows = len(self.left)
-        at = self.left + torch.arange(rows, device=self.left.device).unsqueeze(1) * len(leaf)
-        return self._scattered(at, self.right, rows * len(leaf)).view(rows, *leaf.shape)
-
-    def summed(self, leaf: Tensor, factor: Tensor) -> Tensor:
-        """The sum of the samples' gradients, each times its factor."""
-        weighted = self.right * factor.to(self.right).view(-1, 1, 1)
-        if self.kind == "linear":
-            return self.left.flatten(0, 1).mT @ weighted.flatten(0, 1)
-        return self._scattered(self.left, weighted, len(leaf))
-
-    @staticmethod
-    def _scattered(at: Tensor, values: Tensor, count: int) -> Tensor:
-        values = values.flatten(0, 1)
-        return values.new_zeros(count, values.shape[-1]).index_add(0, at.flatten(), values)
-
-
-@dataclass
-class SampleTape:
-    """The gradients of single samples that a backward has left.
-
-    Attributes:
-        ghosts: whether layers keep what their gradients are made of, in the place of these.
-        rows: the number of samples.
-        held: gradients, ``(rows, *shape)``, by call of a unit and path.
-        layers: what layers kept, likewise.
-    """
-
-    ghosts: bool
-    rows: int = 0
-    held: dict[Place, Flat] = field(default_factory=dict)
-    layers: dict[Place, dict[str, list[LayerPart]]] = field(default_factory=dict)
-
-    def begin(self, rows: int) -> None:
-        """Discard everything, for a backward of so many samples."""
-        self.rows = rows
-        self.held.clear()
-        self.layers.clear()
-
-    def hold(self, place: Place, path: str, grad: Tensor) -> None:
-        """Add gradients of samples."""
-        held = self.held.setdefault(place, {})
-        held[path] = held[path] + grad if path in held else grad
-
-    def put(self, place: Place, path: str, leaf: Tensor, part: LayerPart) -> None:
-        """Take what the gradients of samples are made of."""
-        if self.ghosts:
-            self.layers.setdefault(place, {}).setdefault(path, []).append(part)
-        else:
-            self.hold(place, path, part.held(leaf))
-
-    def norms(self, shapes: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
-        """The norm of each sample's gradient over all leaves, ``(rows,)``, given a tensor like each leaf."""
-        found = []
-        for path, leaf in shapes.items():
-            parts = [part for at in self.layers.values() for part in at.get(path, ())]
-            held = [at[path] for at in self.held.values() if path in at]
-            if parts and (held or len({part.kind for part in parts}) > 1):
-                held, parts = [*held, *[part.held(leaf) for part in parts]], []
-            if held:
-                whole = held[0] if len(held) == 1 else torch.stack(held).sum(0)
-                found.append(whole.reshape(len(whole), -1).to(dtype).square().sum(1))
-            if parts:
-                found.append(_squares(parts, leaf, dtype))
-        return torch.stack(found).sum(0).sqrt() if found else torch.zeros(self.rows, dtype=dtype)
-
-    def summed(self, place: Place, shapes: Mapping[str, Tensor], factor: Tensor) -> Flat:
-        """The sum of what a call has left of the samples' gradients, each times its factor. It is left out then."""
-        out: Flat = {}
-        held, layers = self.held.pop(place, {}), self.layers.pop(place, {})
-        for path in dict.fromkeys((*held, *layers)):
-            found = [torch.tensordot(factor.to(g), g, 1) for g in [held.pop(path)]] if path in held else []
-            found += [part.summed(shapes[path], factor) for part in layers.pop(path, ())]
-            out[path] = functools.reduce(torch.add, found)
-        return out
-
-    @property
-    def places(self) -> list[Place]:
-        """The calls that have left gradients."""
-        return [*dict.fromkeys((*self.held, *self.layers))]
-
-
-def _squares(parts: Sequence[LayerPart], leaf: Tensor, dtype: torch.dtype) -> Tensor:
-    """The squared norm of each sample's gradient by a weight."""
-    kind = parts[0].kind
-    left = torch.cat([part.left for part in parts], 1) if len(parts) > 1 else parts[0].left
-    right = (torch.cat([part.right for part in parts], 1) if len(parts) > 1 else parts[0].right).to(dtype)
-    places = right.shape[1]
-    if kind == "linear":
-        left = left.to(dtype)
-        if places == 1:
-            return left.square().sum((1, 2)) * right.square().sum((1, 2))
-    if places * places <= leaf.numel():
-        pairs = right @ right.mT
-        same = left @ left.mT if kind == "linear" else left.unsqueeze(1) == left.unsqueeze(2)
-        return (pairs * same).sum((1, 2))
-    # Long sequences: one gradient after the other is less than products of all positions.
-    one = [LayerPart(kind, left[i : i + 1], right[i : i + 1]) for i in range(len(right))]
-    return torch.cat([part.held(leaf).square().sum().view(1) for part in one])
 
 
 class RowsOf(torch.autograd.Function):
@@ -162,7 +35,7 @@ class RowsOf(torch.autograd.Function):
         return leaf.expand(rows, *leaf.shape)
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Any:
         ctx.hold(grad)
         return None, None, None
@@ -175,10 +48,11 @@ class LinearRows(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, turned: bool, uses: "Uses") -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.turned, ctx.uses = turned, uses
-        return x @ weight if turned else functional.linear(x, weight, bias)
+        matrix, flat = weight if turned else weight.mT, x.reshape(-1, x.shape[-1])
+        return _alone(flat @ matrix if bias is None else torch.addmm(bias, flat, matrix), x.shape[:-1])
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Any:
         x, weight = ctx.saved_tensors
         flat, slopes = [y.detach().reshape(len(y), -1, y.shape[-1]) for y in (x, grad)]
@@ -196,10 +70,10 @@ class EmbeddingRows(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, padding: int | None, uses: "Uses") -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.padding, ctx.uses = padding, uses
-        return functional.embedding(x, weight)
+        return _alone(weight.index_select(0, x.flatten()), x.shape)
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Any:
         x, weight = ctx.saved_tensors
         flat, slopes = x.reshape(len(x), -1), grad.reshape(len(grad), -1, grad.shape[-1])
@@ -220,7 +94,7 @@ class NormRows(torch.autograd.Function):
         return out
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Any:
         x, weight, bias, mean, rstd = ctx.saved_tensors
         within = tuple(range(1, x.ndim - weight.ndim))
@@ -234,34 +108,10 @@ class NormRows(torch.autograd.Function):
         return back, None, None, None, None
 
 
-class Uses(NamedTuple):
-    """Where the gradients of a layer's leaves go.
-
-    Attributes:
-        tape: takes them.
-        place: the call of a unit.
-        weight: the path of the weight.
-        bias: the path of the bias; None if it has none.
-    """
-
-    tape: SampleTape
-    place: Place
-    weight: str
-    bias: str | None = None
-
-    def put(self, leaf: Tensor, part: LayerPart) -> None:
-        """Take what the weight's gradient is made of."""
-        self.tape.put(self.place, self.weight, leaf, part)
-
-    def hold(self, grad: Tensor) -> None:
-        """Take the weight's gradient."""
-        self.tape.hold(self.place, self.weight, grad)
-
-    def hold_bias(self, grad: Tensor, within: Sequence[int] = (1,)) -> None:
-        """Take the bias's gradient, given that of the output and the dims of positions."""
-        if self.bias is not None:
-            summed = grad.sum(within) if any([grad.shape[dim] != 1 for dim in within]) else grad.squeeze(within)
-            self.tape.hold(self.place, self.bias, summed)
+def _alone(rows: Tensor, shape: Sequence[int]) -> Tensor:
+    """Rows in another shape, which autograd takes for no view, so that code may go on in place."""
+    out: Tensor = torch.ops.aten._unsafe_view(rows, (*shape, rows.shape[-1]))
+    return out
 
 
 class CaughtLayers(TorchFunctionMode):
@@ -301,7 +151,12 @@ class CaughtLayers(TorchFunctionMode):
             found = rule(self, *args, **kwargs)
             if found is not None:
                 return found
-        return func(*args, **kwargs)
+        try:
+            return func(*args, **kwargs)
+        except RuntimeError as error:
+            if RANDOM not in str(error):
+                raise
+            raise _random(func, self.place[0]) from error
 
     def leaf(self, value: Any, ndim: int = 0) -> tuple[str, Tensor] | None:
         """The path of a leaf, and the leaf; None for another value, or one of other dims."""
@@ -312,7 +167,8 @@ class CaughtLayers(TorchFunctionMode):
         """A value of all samples, ``(rows, ...)``."""
         if not functorch.is_batchedtensor(x):
             return x.expand(self.tape.rows, *x.shape)
-        return functorch.get_unwrapped(x).movedim(functorch.maybe_get_bdim(x), 0)
+        rows: Tensor = functorch.get_unwrapped(x).movedim(functorch.maybe_get_bdim(x), 0)
+        return rows
 
     def run(self, function: type[torch.autograd.Function], x: Tensor, *args: Any) -> Tensor:
         """The output of a layer."""
@@ -320,6 +176,15 @@ class CaughtLayers(TorchFunctionMode):
         with below_transforms(self.level - 1):
             out: Tensor = function.apply(given, *args)  # type: ignore[no-untyped-call]
         return batched(out, self.level)
+
+
+def _random(func: Any, unit: str) -> TransformError:
+    where = f"in unit {unit}, " if unit else ""
+    return TransformError(
+        f"{where}{getattr(func, '__name__', 'an operator')} draws from torch's generator, and samples are computed "
+        f"together, so that none would have random numbers of its own: give each sample a key with the batch, and use "
+        f"fs.random, such as fs.random.dropout(key, x, 0.1); or split the module in eval mode (module.eval())"
+    )
 
 
 def _linear(mode: CaughtLayers, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor | None:
@@ -387,9 +252,10 @@ def _attention(
     given = [mode.rows(x) for x in (query, key, value)]
     with below_transforms(mode.level - 1):
         flat = [x.flatten(0, 1) for x in given]
-        out = functional.scaled_dot_product_attention(*flat, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa)
-        out = out.unflatten(0, given[0].shape[:2])
-    return batched(out, mode.level)
+        attend: Any = functional.scaled_dot_product_attention
+        out = attend(*flat, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa)
+        found: Tensor = out.unflatten(0, given[0].shape[:2])
+    return batched(found, mode.level)
 
 
 RULES: Mapping[Any, Callable[..., Tensor | None]] = {
