@@ -16,6 +16,7 @@ from fshard.runtime.execution import ProgramTrace
 from fshard.runtime.execution.executor import OnDemand
 from fshard.runtime.execution.trace_program import Watched, trace_in
 from fshard.runtime.steps.finder import Finder
+from fshard.runtime.steps.programs import Programs
 from fshard.schedule.ops import ROOT, Call
 from fshard.sharding.plan import Plan
 from fshard.transform.sample_tape import Place, SampleTape
@@ -114,15 +115,18 @@ class SampleFinder(Finder):
         parted: whether sums come after the backward.
     """
 
-    def __init__(self, fn: Any, programs: Any, engine: Any, parted: bool) -> None:
+    def __init__(self, fn: Any, programs: Programs, engine: Any, parted: bool) -> None:
         super().__init__(fn, programs)
-        self.engine, self.parted = engine, parted
+        self.engine, self.parted, self.tape = engine, parted, fn.tape
 
     def again(self, batch: Any, remat: Remat) -> ProgramTrace | None:
         """The program for batches like this one; see ``Finder``."""
         programs = self.programs
         part = microbatches(batch, programs.accumulate, programs.plan.batch)[0]
-        found = trace_in(ProgramMode(), self.fn, programs.plan, part, True, remat, Watched(self.engine))
+        try:
+            found = trace_in(ProgramMode(), self.fn, programs.plan, part, True, remat, Watched(self.engine))
+        finally:
+            self.tape.begin(0)
         return None if found is None else self._parted(found[0])
 
     def learn(self, batch: Any, found: ProgramTrace) -> None:

@@ -7,7 +7,7 @@ has a row for each sample.
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,8 +22,25 @@ from fshard.transform.sample_tape import OUTSIDE, LayerPart, Place, SampleTape, 
 RANDOM = "randomness error mode"
 """A part of PyTorch's error about random numbers under ``vmap``."""
 
-Caught = dict[int, tuple[str, Tensor]]
-"""Paths and leaves, by the identity of what a function is given for them."""
+
+class CaughtLeaf(NamedTuple):
+    """A leaf, and what a function has for it.
+
+    Attributes:
+        path: the path of the leaf.
+        leaf: the leaf.
+        given: what the function has, which must live as long as its identity is known.
+        turned: whether that is the transposed leaf.
+    """
+
+    path: str
+    leaf: Tensor
+    given: Tensor
+    turned: bool = False
+
+
+Caught = dict[int, CaughtLeaf]
+"""Leaves by the identity of what a function has for them."""
 
 
 class RowsOf(torch.autograd.Function):
@@ -124,7 +141,7 @@ class CaughtLayers(TorchFunctionMode):
 
     Attributes:
         place: the call of a unit that runs.
-        leaves: its leaves, by the identity of what the unit was given for them: path and leaf.
+        leaves: its leaves, by the identity of what it has for them.
     """
 
     def __init__(self, tape: SampleTape, level: int, device: str) -> None:
@@ -158,10 +175,15 @@ class CaughtLayers(TorchFunctionMode):
                 raise
             raise _random(func, self.place[0]) from error
 
-    def leaf(self, value: Any, ndim: int = 0) -> tuple[str, Tensor] | None:
-        """The path of a leaf, and the leaf; None for another value, or one of other dims."""
+    def leaf(self, value: Any) -> CaughtLeaf | None:
+        """The leaf that a value is; None for another value."""
         found = self.leaves.get(id(value))
-        return found if found is not None and (not ndim or found[1].ndim == ndim) else None
+        return None if found is None or found.turned else found
+
+    def matrix(self, value: Any) -> CaughtLeaf | None:
+        """The leaf that a value is, or that it is the transpose of, if it has two dims."""
+        found = self.leaves.get(id(value))
+        return None if found is None or found.leaf.ndim != 2 else found
 
     def rows(self, x: Tensor) -> Tensor:
         """A value of all samples, ``(rows, ...)``."""
@@ -188,19 +210,33 @@ def _random(func: Any, unit: str) -> TransformError:
 
 
 def _linear(mode: CaughtLayers, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor | None:
-    found, beside = mode.leaf(weight, 2), mode.leaf(bias)
+    found, beside = mode.matrix(weight), mode.leaf(bias)
     if found is None:
         return None
-    uses = Uses(mode.tape, mode.place, found[0], beside[0] if beside else None)
-    out = mode.run(LinearRows, input, found[1], beside[1] if beside else None, False, uses)
+    uses = Uses(mode.tape, mode.place, found.path, beside.path if beside else None)
+    out = mode.run(LinearRows, input, found.leaf, beside.leaf if beside else None, found.turned, uses)
     return out if bias is None or beside else out + bias
 
 
 def _matmul(mode: CaughtLayers, input: Tensor, other: Any, **options: Any) -> Tensor | None:
-    found = mode.leaf(other, 2)
+    found = mode.matrix(other)
     if found is None or options or not isinstance(input, Tensor) or input.ndim == 0:
         return None
-    return mode.run(LinearRows, input, found[1], None, True, Uses(mode.tape, mode.place, found[0]))
+    return mode.run(LinearRows, input, found.leaf, None, not found.turned, Uses(mode.tape, mode.place, found.path))
+
+
+def _turned(transpose: Callable[[Tensor], Tensor]) -> Callable[[CaughtLayers, Tensor], Tensor | None]:
+    """A rule that knows the transpose of a leaf again."""
+
+    def rule(mode: CaughtLayers, input: Tensor) -> Tensor | None:
+        found = mode.matrix(input)
+        if found is None:
+            return None
+        out = transpose(input)
+        mode.leaves[id(out)] = CaughtLeaf(found.path, found.leaf, out, not found.turned)
+        return out
+
+    return rule
 
 
 def _embedding(
@@ -213,11 +249,11 @@ def _embedding(
     scale_grad_by_freq: bool = False,
     sparse: bool = False,
 ) -> Tensor | None:
-    found = mode.leaf(weight, 2)
-    if found is None or max_norm is not None or scale_grad_by_freq or sparse:
+    found = mode.matrix(weight)
+    if found is None or found.turned or max_norm is not None or scale_grad_by_freq or sparse:
         return None
-    padding = padding_idx if padding_idx is None or padding_idx >= 0 else len(found[1]) + padding_idx
-    return mode.run(EmbeddingRows, input, found[1], padding, Uses(mode.tape, mode.place, found[0]))
+    padding = padding_idx if padding_idx is None or padding_idx >= 0 else len(found.leaf) + padding_idx
+    return mode.run(EmbeddingRows, input, found.leaf, padding, Uses(mode.tape, mode.place, found.path))
 
 
 def _layer_norm(
@@ -229,10 +265,10 @@ def _layer_norm(
     eps: float = 1e-5,
 ) -> Tensor | None:
     found, beside = mode.leaf(weight), mode.leaf(bias)
-    if found is None or (bias is not None and beside is None) or [*found[1].shape] != [*normalized_shape]:
+    if found is None or (bias is not None and beside is None) or [*found.leaf.shape] != [*normalized_shape]:
         return None
-    uses = Uses(mode.tape, mode.place, found[0], beside[0] if beside else None)
-    return mode.run(NormRows, input, found[1], beside[1] if beside else None, eps, uses)
+    uses = Uses(mode.tape, mode.place, found.path, beside.path if beside else None)
+    return mode.run(NormRows, input, found.leaf, beside.leaf if beside else None, eps, uses)
 
 
 def _attention(
@@ -268,5 +304,8 @@ RULES: Mapping[Any, Callable[..., Tensor | None]] = {
     Tensor.matmul: _matmul,
     Tensor.mm: _matmul,
     Tensor.__matmul__: _matmul,
+    Tensor.t: _turned(Tensor.t),
+    Tensor.T.__get__: _turned(Tensor.T.__get__),  # type: ignore[attr-defined]
+    Tensor.mT.__get__: _turned(Tensor.mT.__get__),  # type: ignore[attr-defined]
 }
 """The layers that have a rule of their own."""

@@ -141,7 +141,7 @@ def _squares(parts: Sequence[LayerPart], leaf: Tensor, dtype: torch.dtype) -> Te
 
 
 class Uses(NamedTuple):
-    """Where the gradients of a layer's leaves go.
+    """The leaves of a layer's call, by path, and what takes their gradients.
 
     Attributes:
         tape: takes them.

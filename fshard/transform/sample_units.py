@@ -21,7 +21,7 @@ from fshard.runtime.engine import Mean, read_loss
 from fshard.sharding.plan import Plan
 from fshard.torch_internals import batched, below_transforms, functorch, transforms_depth
 from fshard.transform.dual_units import Frame, Pair, TransformedUnits, refuse_views
-from fshard.transform.sample_layers import Caught, CaughtLayers, RowsOf
+from fshard.transform.sample_layers import Caught, CaughtLayers, CaughtLeaf, RowsOf
 from fshard.transform.sample_tape import OUTSIDE, Place, SampleTape
 from fshard.transform.slopes import params_of
 
@@ -127,7 +127,7 @@ class SampleFunction:
 def caught(rows: Sequence[Tensor], paths: Sequence[str], leaves: Sequence[Tensor]) -> Caught:
     """The leaves that are trained, by what a function is given for them."""
     found = zip(rows, paths, leaves, strict=True)
-    return {id(row): (path, leaf) for row, path, leaf in found if leaf.requires_grad}
+    return {id(row): CaughtLeaf(path, leaf, row) for row, path, leaf in found if leaf.requires_grad}
 
 
 def _path(leaf: Tensor) -> str:
