@@ -62,7 +62,7 @@ class ScheduledSamples(ScheduledFunction):
         trained = frozenset(path for path, leaf in plan.leaves.items() if leaf.trainable)
         self.shapes = {path: torch.empty(plan.leaves[path].shape, device="meta") for path in trained}
         loss, clips = SampleLoss(tool.loss_fn, plan, self.tape), tool.clip_norm is not None
-        policy = Policy(reshard=not keeps(plan), accumulation="full" if parts > 1 else "sharded")
+        policy = Policy(reshard=tool.reshard, accumulation="full" if parts > 1 else "sharded")
         make = functools.partial(SampleEngine, tape=self.tape, paths=trained)
         super().__init__(
             loss,
@@ -110,13 +110,18 @@ class SampleTool(MayBeScheduled):
         loss_fn: the loss of a batch.
         plan: the plan.
         call: what ranks call it when they compare their calls.
+        reshard: whether units are gathered again in each pass; None for models of which that saves memory.
         clip_norm: the largest norm of a sample's gradient; None where gradients are asked for themselves.
     """
 
-    def __init__(self, loss_fn: LossFn, plan: Plan, call: str, clip_norm: float | None = None) -> None:
+    def __init__(
+        self, loss_fn: LossFn, plan: Plan, call: str, reshard: bool | None, clip_norm: float | None = None
+    ) -> None:
         check_loss(loss_fn, plan)
+        expect(call, [("reshard", reshard, (bool, type(None)), "True, False or None")])
         _check_whole(plan, call)
         self.loss_fn, self.plan, self.call, self.clip_norm = loss_fn, plan, call, clip_norm
+        self.reshard = not keeps(plan) if reshard is None else reshard
         self._parted: dict[int, Schedules] = {}
         self._schedules = self._in(1)
 
@@ -219,8 +224,10 @@ class ClippedGradient(SampleTool):
 
     clip_norm: float
 
-    def __init__(self, loss_fn: LossFn, plan: Plan, clip_norm: float, microbatch: int | None) -> None:
-        super().__init__(loss_fn, plan, "clipped_grad", clip_norm)
+    def __init__(
+        self, loss_fn: LossFn, plan: Plan, clip_norm: float, microbatch: int | None, reshard: bool | None
+    ) -> None:
+        super().__init__(loss_fn, plan, "clipped_grad", reshard, clip_norm)
         self.microbatch = microbatch
 
     @collective_call
@@ -279,13 +286,15 @@ def held_by(tape: SampleTape, shapes: Flat) -> Flat:
     return out
 
 
-def per_sample_grad(loss_fn: LossFn, plan: Plan) -> SampleGradients:
+def per_sample_grad(loss_fn: LossFn, plan: Plan, *, reshard: bool | None = None) -> SampleGradients:
     """The gradient of each sample's own loss: ``per_sample_grad(loss_fn, plan)(params, batch)``.
 
     Args:
         loss_fn: as for ``fs.make_train_step``; it is called with batches of one row. An ``fs.Mean`` counts as
             the mean of that row.
         plan: the plan.
+        reshard: free a unit's parameters after its forward, and gather them again for its backward. None chooses False
+            for models whose parameters take up to 128 MiB.
 
     Returns:
         The function. It returns a tree of the trainable leaves, each of shape ``(rows of this rank's batch, *whole leaf
@@ -303,23 +312,26 @@ def per_sample_grad(loss_fn: LossFn, plan: Plan) -> SampleGradients:
     >>> grads({"w": w.flatten()}, torch.ones(3, 2))["w"].shape
     torch.Size([3, 2, 2])
     """
-    return SampleGradients(loss_fn, plan, "per_sample_grad")
+    return SampleGradients(loss_fn, plan, "per_sample_grad", reshard)
 
 
-def clipped_grad(loss_fn: LossFn, plan: Plan, clip_norm: float, *, microbatch: int | None = None) -> ClippedGradient:
+def clipped_grad(
+    loss_fn: LossFn, plan: Plan, clip_norm: float, *, microbatch: int | None = None, reshard: bool | None = None
+) -> ClippedGradient:
     """The sum over the global batch of the samples' gradients, each clipped to a norm:
     ``clipped_grad(loss_fn, plan, clip_norm)(params, batch) -> (sum, norms)``.
 
-    DP-SGD adds its noise to this sum (Abadi et al., "Deep Learning with Differential Privacy", 2016). No gradients of
-    single samples are held of weights that ``F.linear`` or ``F.embedding`` alone read, as their modules do: norms and
-    sum come from the inputs of these layers and the gradients of their outputs. Of other leaves, such as biases, norms,
-    convolutions and tied embeddings, they are held for the rows of a microbatch.
+    DP-SGD adds its noise to this sum (Abadi et al., "Deep Learning with Differential Privacy", 2016). No gradient of a
+    single sample is held of matrices that linear layers, embeddings or products ``x @ w`` read: norms and sum come from
+    the inputs of these layers and the gradients of their outputs. A bias or a norm has a vector for each sample, and
+    other leaves, such as convolutions, have a gradient for each sample of a microbatch.
 
     Args:
         loss_fn: as for ``per_sample_grad``.
         plan: the plan.
         clip_norm: the largest norm, over all leaves, of a sample's gradient; larger ones are scaled down to it.
-        microbatch: rows that are computed at once; None for all. The result does not depend on it.
+        microbatch: rows that are computed at once; None for all. Results are equal, up to the order of float sums.
+        reshard: as for ``per_sample_grad``.
 
     Returns:
         The function. ``sum`` is a tree of shards like ``params``, zero for frozen leaves; ``norms``, ``(rows,)``, are
@@ -341,7 +353,7 @@ def clipped_grad(loss_fn: LossFn, plan: Plan, clip_norm: float, *, microbatch: i
     expect("clipped_grad(loss_fn, plan, clip_norm)", [("clip_norm", clip_norm, (int, float), "a positive number")])
     if not clip_norm > 0 or (microbatch is not None and (not isinstance(microbatch, int) or microbatch < 1)):
         raise PlanError(f"clipped_grad(clip_norm={clip_norm}, microbatch={microbatch}): both must be positive")
-    return ClippedGradient(loss_fn, plan, float(clip_norm), microbatch)
+    return ClippedGradient(loss_fn, plan, float(clip_norm), microbatch, reshard)
 
 
 def _cut(batch: Any, rows: int | None) -> list[Any]:
