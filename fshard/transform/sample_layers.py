@@ -283,22 +283,63 @@ def _attention(
     enable_gqa: bool = False,
 ) -> Tensor | None:
     """Attention has no rule for ``vmap``, and needs none: its first dims are batches."""
-    if dropout_p or attn_mask is not None or not query.ndim == key.ndim == value.ndim == 4:
+    shared = attn_mask is None or (not functorch.is_batchedtensor(attn_mask) and attn_mask.ndim == 2)
+    if dropout_p or not shared or not query.ndim == key.ndim == value.ndim == 4:
         return None
     given = [mode.rows(x) for x in (query, key, value)]
     with below_transforms(mode.level - 1):
         flat = [x.flatten(0, 1) for x in given]
         attend: Any = functional.scaled_dot_product_attention
-        out = attend(*flat, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa)
+        out = attend(*flat, attn_mask=attn_mask, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa)
         found: Tensor = out.unflatten(0, given[0].shape[:2])
     return batched(found, mode.level)
 
 
-RULES: Mapping[Any, Callable[..., Tensor | None]] = {
+def _heads(
+    mode: CaughtLayers,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    embed_dim_to_check: int,
+    num_heads: int,
+    in_proj_weight: Tensor | None,
+    in_proj_bias: Tensor | None,
+    bias_k: Tensor | None,
+    bias_v: Tensor | None,
+    add_zero_attn: bool,
+    dropout_p: float,
+    out_proj_weight: Tensor,
+    out_proj_bias: Tensor | None,
+    training: bool = True,
+    **options: Any,
+) -> tuple[Tensor, None] | None:
+    """Self-attention of ``nn.MultiheadAttention``: a linear layer, attention, and a linear layer."""
+    used = {name for name, option in options.items() if option is not None and option is not False}
+    odd = bias_k is not None or bias_v is not None or add_zero_attn or (dropout_p and training)
+    plain = used <= {"is_causal", "attn_mask", "average_attn_weights"} and options.get("need_weights") is False
+    if odd or not plain or query is not key or key is not value or query.ndim != 3:
+        return None
+    mask, causal = options.get("attn_mask"), options.get("is_causal", False)
+    joined = _linear(mode, query, in_proj_weight, in_proj_bias) if in_proj_weight is not None else None
+    if joined is None or (mask is not None and mask.ndim != 2):
+        return None
+    length, count, width = query.shape  # the first dim of a sample's own batch comes second
+    parts = joined.view(length, count, 3, num_heads, width // num_heads).permute(2, 1, 3, 0, 4)
+    found = functional.scaled_dot_product_attention
+    options = {"attn_mask": None if causal else mask, "is_causal": causal}
+    mixed = _attention(mode, *parts, **options)
+    mixed = found(*parts, **options) if mixed is None else mixed
+    flat = mixed.permute(2, 0, 1, 3).reshape(length, count, width)
+    out = _linear(mode, flat, out_proj_weight, out_proj_bias)
+    return functional.linear(flat, out_proj_weight, out_proj_bias) if out is None else out, None
+
+
+RULES: Mapping[Any, Callable[..., Any]] = {
     functional.linear: _linear,
     functional.embedding: _embedding,
     functional.layer_norm: _layer_norm,
     functional.scaled_dot_product_attention: _attention,
+    functional.multi_head_attention_forward: _heads,
     torch.matmul: _matmul,
     torch.mm: _matmul,
     Tensor.matmul: _matmul,
