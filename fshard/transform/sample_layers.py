@@ -5,6 +5,7 @@ own leave that ``vmap``. Every other use of a leaf reads a row of it for each sa
 has a row for each sample.
 """
 
+import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -295,43 +296,43 @@ def _attention(
     return batched(found, mode.level)
 
 
-def _heads(
-    mode: CaughtLayers,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    embed_dim_to_check: int,
-    num_heads: int,
-    in_proj_weight: Tensor | None,
-    in_proj_bias: Tensor | None,
-    bias_k: Tensor | None,
-    bias_v: Tensor | None,
-    add_zero_attn: bool,
-    dropout_p: float,
-    out_proj_weight: Tensor,
-    out_proj_bias: Tensor | None,
-    training: bool = True,
-    **options: Any,
-) -> tuple[Tensor, None] | None:
-    """Self-attention of ``nn.MultiheadAttention``: a linear layer, attention, and a linear layer."""
-    used = {name for name, option in options.items() if option is not None and option is not False}
-    odd = bias_k is not None or bias_v is not None or add_zero_attn or (dropout_p and training)
-    plain = used <= {"is_causal", "attn_mask", "average_attn_weights"} and options.get("need_weights") is False
-    if odd or not plain or query is not key or key is not value or query.ndim != 3:
+HEADS = inspect.signature(functional.multi_head_attention_forward)
+PLAIN = {
+    "bias_k": None,
+    "bias_v": None,
+    "add_zero_attn": False,
+    "key_padding_mask": None,
+    "need_weights": False,
+    "use_separate_proj_weight": False,
+    "static_k": None,
+    "static_v": None,
+}
+"""The options with which ``nn.MultiheadAttention`` is two linear layers around attention."""
+
+
+def _heads(mode: CaughtLayers, *args: Any, **kwargs: Any) -> tuple[Tensor, None] | None:
+    """Self-attention of ``nn.MultiheadAttention``."""
+    call = HEADS.bind(*args, **kwargs)
+    call.apply_defaults()
+    given = call.arguments
+    x, mask, weight = given["query"], given["attn_mask"], given["in_proj_weight"]
+    plain = all([given[name] is value for name, value in PLAIN.items()]) and not (
+        given["dropout_p"] and given["training"]
+    )
+    same = x is given["key"] and x is given["value"] and x.ndim == 3 and (mask is None or mask.ndim == 2)
+    joined = _linear(mode, x, weight, given["in_proj_bias"]) if plain and same else None
+    if joined is None:
         return None
-    mask, causal = options.get("attn_mask"), options.get("is_causal", False)
-    joined = _linear(mode, query, in_proj_weight, in_proj_bias) if in_proj_weight is not None else None
-    if joined is None or (mask is not None and mask.ndim != 2):
-        return None
-    length, count, width = query.shape  # the first dim of a sample's own batch comes second
-    parts = joined.view(length, count, 3, num_heads, width // num_heads).permute(2, 1, 3, 0, 4)
-    found = functional.scaled_dot_product_attention
-    options = {"attn_mask": None if causal else mask, "is_causal": causal}
+    length, count, width = x.shape  # the first dim of a sample's own batch comes second
+    heads = given["num_heads"]
+    parts = joined.view(length, count, 3, heads, width // heads).permute(2, 1, 3, 0, 4)
+    options = {"attn_mask": None if given["is_causal"] else mask, "is_causal": given["is_causal"]}
     mixed = _attention(mode, *parts, **options)
-    mixed = found(*parts, **options) if mixed is None else mixed
-    flat = mixed.permute(2, 0, 1, 3).reshape(length, count, width)
-    out = _linear(mode, flat, out_proj_weight, out_proj_bias)
-    return functional.linear(flat, out_proj_weight, out_proj_bias) if out is None else out, None
+    attend: Any = functional.scaled_dot_product_attention
+    mixed = attend(*parts, **options) if mixed is None else mixed
+    flat, last = mixed.permute(2, 0, 1, 3).reshape(x.shape), (given["out_proj_weight"], given["out_proj_bias"])
+    out = _linear(mode, flat, *last)
+    return functional.linear(flat, *last) if out is None else out, None
 
 
 RULES: Mapping[Any, Callable[..., Any]] = {
