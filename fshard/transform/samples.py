@@ -93,7 +93,9 @@ class ScheduledSamples(ScheduledFunction):
         homes = self.programs.memory.homes
         # Copies: the next call overwrites the buffers of this one. A run that left its schedule has run twice.
         chunks = {group: homes[group].clone() for group in self._trained}
-        return FlatTree(self.form, chunks | self.form.zero_chunks()).tree(), torch.cat(self.norms[-self.parts :])
+        total = FlatTree(self.form, chunks | self.form.zero_chunks()).tree()
+        # Without marks of shards, which draws of noise have none of either.
+        return tree.mapped(Tensor.detach, total), torch.cat(self.norms[-self.parts :])
 
     def each(self, params: Any, batch: Any) -> Flat:
         """The gradient of each sample."""

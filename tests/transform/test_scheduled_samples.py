@@ -86,6 +86,23 @@ def test_a_call_without_a_schedule_says_why() -> None:
     assert samples.record == samples.schedule.ops
 
 
+def noisy() -> bool:
+    """On a rank: whether a clipped sum with noise of a tree of shards is the same without a schedule."""
+    with fs.make_mesh(*FLAT) as mesh:
+        layers = Layers(mesh)
+        clipped = fs.func.clipped_grad(layers.loss, layers.plan, 0.01)
+        total, _ = clipped(fs.shard(layers.whole, layers.plan), mine(layers.x, mesh))
+        noise = fs.tree.normal(fs.random.key(0), layers.plan)
+        found = tree.map(lambda g, z: g + 0.5 * z, total, noise)
+        return all(
+            torch.equal(a, b + 0.5 * z) for a, b, z in zip(*map(tree.leaves, (found, total, noise)), strict=True)
+        )
+
+
+def test_noise_is_added_to_sums() -> None:
+    assert all(fs.virtual_mesh((2,), ("any",)).run(noisy))
+
+
 @pytest.mark.parametrize("where", ["in unit 0, dropout", "dropout"])
 def test_random_numbers_of_torch_are_refused_by_name(where: str) -> None:
     inner = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5))
