@@ -188,6 +188,7 @@ class CaughtLayers(TorchFunctionMode):
 
     def rows(self, x: Tensor) -> Tensor:
         """A value of all samples, ``(rows, ...)``."""
+        x = x if type(x) is Tensor else x.view_as(x)  # a leaf as code outside of units has it is read
         if not functorch.is_batchedtensor(x):
             return x.expand(self.tape.rows, *x.shape)
         rows: Tensor = functorch.get_unwrapped(x).movedim(functorch.maybe_get_bdim(x), 0)

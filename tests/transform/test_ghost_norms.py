@@ -92,6 +92,7 @@ CASES: dict[str, tuple[Callable[[], tuple[Any, Loss, Any]], set[str]]] = {
     "also read elsewhere": (lambda: perceptron(lambda p, x: layers(p, x) + p["a"].sum()), {"a", "b"}),
     "products": (bare_products, {"c", "d"}),
     "transposed": (lambda: perceptron(matrices), {"a", "b"}),
+    "leaves alone": (lambda: perceptron(lambda p, x: F.linear(x, F.linear(p["b"], p["a"].T))), {"a"}),
     "derivative": (lambda: perceptron(slope), set()),
     "recomputed": (lambda: perceptron(lambda p, x: fs.remat(layers)(p, x)), set()),
     "clipped weights": (lambda: perceptron(lambda p, x: layers(tree.map(lambda w: w.clamp(-1, 1), p), x)), set()),
