@@ -1,9 +1,11 @@
-"""Functional tools: per-sample gradients and Hessian-vector products of a sharded MLP, against plain PyTorch.
+"""Functional tools: gradients of samples, clipped sums and Hessian-vector products of a sharded MLP.
 
 Products are those of ``fs.func.hvp``, on a schedule, and, as *torch.func*, of ``jvp(grad(f))`` on ``sharded_loss``.
 
 The claim: the memory of one rank falls as ranks are added, below what the whole batch takes in one process. Time is
-told: a rank's products against the same compute of its rows alone, unsharded and without communication, in turns.
+told: a rank's products against the same compute of its rows alone, unsharded and without communication, in turns. A
+sum of clipped gradients is told against the plain gradient on the same plan, its time and its memory. On links of 1
+Gbit/s, where the lab can be built, products stand beside the larger of compute and bytes.
 
 Memory is what the C allocator has handed out at the peak of a call, above what was there before there was a model, on
 rank 0 (see memory.py). *reshard* gathers units for each pass; the others gather once, and hold what they gathered.
@@ -11,6 +13,7 @@ rank 0 (see memory.py). *reshard* gathers units for each pass; the others gather
 
 import argparse
 import gc
+import importlib.util
 import json
 import statistics
 import sys
@@ -20,6 +23,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import lab
 import torch
 import torch.distributed as dist
 from common import Report, Row, arguments, middle, ratio, run_workers
@@ -30,7 +34,9 @@ import fshard as fs
 from fshard import tree
 
 RANKS = (1, 2, 4)
-TOLERANCE = 1e-4
+TOLERANCE, CLIP = 1e-4, 0.01
+RATE, LINK = "1gbit", 125e6
+"""The links of the lab, and their bytes a second."""
 
 
 class Block(nn.Module):
@@ -67,6 +73,8 @@ class Sharded:
         self.params = fs.shard(whole, self.plan)
         self.v = fs.shard(tree.map(lambda leaf: torch.full_like(leaf, 0.01), whole), self.plan)
         self.samples = fs.func.per_sample_grad(loss, self.plan)
+        self.clips = fs.func.clipped_grad(loss, self.plan, CLIP, reshard=reshard)
+        self.slopes = fs.value_and_grad(loss, self.plan, schedule=fs.Policy(reshard=reshard))
         self.product = fs.func.hvp(loss, self.plan, reshard=reshard)
         self.f = fs.func.sharded_loss(loss, self.plan, reshard=reshard)
 
@@ -82,6 +90,21 @@ class Sharded:
     def per_sample(self, x: Tensor) -> Any:
         """The gradients of this rank's rows."""
         return self.samples(self.params, x)
+
+    def clipped(self, x: Tensor) -> Any:
+        """The sum of clipped gradients of all rows."""
+        return self.clips(self.params, x)
+
+    def gradient(self, x: Tensor) -> Any:
+        """The gradient, without clipping."""
+        return self.slopes(self.params, x)
+
+    def seconds(self, x: Tensor, rate: float) -> float:
+        """The time that the bytes of a product take on a link, in bytes a second."""
+        schedule = self.product.trace(x).schedule
+        infos = {info.name: info for info in schedule.groups}
+        moves = [infos[op.target].transfer(op.kind) for op in schedule if op.target in infos]
+        return sum([move.sent for move in moves if move is not None]) / rate
 
 
 class Plain:
@@ -99,6 +122,57 @@ class Plain:
     def per_sample(self, x: Tensor) -> Any:
         """The gradients of all rows."""
         return torch.vmap(torch.func.grad(lambda p, row: self.loss(p, row[None])), (None, 0))(self.params, x)
+
+
+class RowLosses(nn.Module):
+    """A mean over the outputs of each row, as Opacus wants losses."""
+
+    reduction = "sum"
+
+    def forward(self, out: Tensor, target: Tensor) -> Tensor:
+        """A loss for each row."""
+        return (out - target).square().mean(1)
+
+
+class Opacus:
+    """The sum of clipped gradients by Opacus's ghost clipping, which needs one process and two backwards."""
+
+    def __init__(self, depth: int, width: int) -> None:
+        from opacus.grad_sample.grad_sample_module_fast_gradient_clipping import GradSampleModuleFastGradientClipping
+        from opacus.optimizers.optimizer_fast_gradient_clipping import DPOptimizerFastGradientClipping
+        from opacus.utils.fast_gradient_clipping_utils import DPLossFastGradientClipping
+
+        self.net = module(depth, width)
+        self.wrapped = GradSampleModuleFastGradientClipping(self.net, max_grad_norm=CLIP, loss_reduction="sum")
+        self.optimizer = DPOptimizerFastGradientClipping(
+            torch.optim.SGD(self.net.parameters(), lr=0.0),
+            noise_multiplier=0.0,
+            max_grad_norm=CLIP,
+            expected_batch_size=None,
+            loss_reduction="sum",
+        )
+        self.losses = DPLossFastGradientClipping(self.wrapped, self.optimizer, RowLosses(), "sum")
+
+    def clipped(self, x: Tensor) -> dict[str, Any]:
+        """The sum."""
+        self.optimizer.zero_grad()
+        self.losses(self.wrapped(x), torch.ones_like(x)).backward()
+        return {name: parameter.grad for name, parameter in self.net.named_parameters()}
+
+
+def beside_opacus(mesh: fs.Mesh, args: argparse.Namespace, x: Tensor) -> dict[str, list[float]]:
+    """Processor time of clipped sums in one process, in turns, when both have found the same."""
+    ours, peer = Sharded(mesh, args.depth, args.width, False), Opacus(args.depth, args.width)
+    found, want = dict(tree.paths(fs.unshard(ours.clipped(x)[0], ours.plan))), peer.clipped(x)
+    for path, g in want.items():
+        torch.testing.assert_close(found[path], g, rtol=TOLERANCE, atol=TOLERANCE * g.abs().max().item())
+    times: dict[str, list[float]] = {"clipped": [], "opacus": []}
+    for _ in range(args.rounds):
+        for name, call in (("clipped", ours.clipped), ("opacus", peer.clipped)):
+            begin = time.process_time()
+            call(x)
+            times[name].append(time.process_time() - begin)
+    return times
 
 
 def batch(rows: int, width: int) -> Tensor:
@@ -163,12 +237,18 @@ def work(args: argparse.Namespace) -> int:
             "per sample": lambda: (lambda peer: lambda: peer.per_sample(mine))(
                 Sharded(mesh, args.depth, args.width, False)
             ),
+            "clipped": lambda: (lambda peer: lambda: peer.clipped(mine))(Sharded(mesh, args.depth, args.width, False)),
+            "gradient": lambda: (lambda peer: lambda: peer.gradient(mine))(
+                Sharded(mesh, args.depth, args.width, False)
+            ),
             "plain hvp": lambda: (lambda peer: lambda: peer.hvp(x))(Plain(args.depth, args.width)),
             "plain per sample": lambda: (lambda peer: lambda: peer.per_sample(x))(Plain(args.depth, args.width)),
         }
         if hasattr(LIBC, "mallinfo2"):
             found["peaks"] = {name: peak(make) for name, make in makers.items()}
-        if args.rounds:
+        if mesh.size == 1 and args.rounds and importlib.util.find_spec("opacus"):
+            found["opacus"] = beside_opacus(mesh, args, x)
+        elif mesh.size > 1 and args.rounds:
             ours, kept = (Sharded(mesh, args.depth, args.width, reshard) for reshard in (True, False))
             plain = Plain(args.depth, args.width)
             check(ours, plain, x, mine)
@@ -178,6 +258,8 @@ def work(args: argparse.Namespace) -> int:
                 "torch.func reshard": lambda: ours.transformed(mine),
                 "torch.func": lambda: kept.transformed(mine),
                 "plain hvp": lambda: plain.hvp(mine),
+                "clipped": lambda: kept.clipped(mine),
+                "gradient": lambda: kept.gradient(mine),
                 "per sample": lambda: ours.per_sample(mine),
                 "plain per sample": lambda: plain.per_sample(mine),
             }
@@ -188,6 +270,7 @@ def work(args: argparse.Namespace) -> int:
                     if number >= 0:
                         times[name].append(taken)
             found["times"] = times
+            found["bytes"] = {"hvp": kept.seconds(mine, LINK), "hvp reshard": ours.seconds(mine, LINK)}
         if mesh.rank == 0:
             args.out.write_text(json.dumps(found))
         dist.barrier()
@@ -201,13 +284,19 @@ def measure(args: argparse.Namespace) -> int:
     configuration = {"depth": depth, "width": width, "rows": rows, "rounds": rounds, "ranks": list(RANKS)}
     report = Report("functional", __doc__.splitlines()[0], configuration)
     options = {"worker": 1, "depth": depth, "width": width, "batch": rows}
-    found = {n: run_workers(n, None, {**options, "rounds": rounds * (n == 2)}, script="functional.py") for n in RANKS}
+    found = {n: run_workers(n, None, {**options, "rounds": rounds * (n <= 2)}, script="functional.py") for n in RANKS}
     times = found[2]["times"]
     for name in ("hvp", "hvp reshard", "torch.func", "torch.func reshard"):
         report.rows.append(ratio(f"2 ranks: {name} / its compute alone", "wall", times[name], times["plain hvp"]))
     report.rows.append(
         ratio("2 ranks: per sample / its compute alone", "wall", times["per sample"], times["plain per sample"])
     )
+    report.rows.append(ratio("2 ranks: clipped / gradient", "wall", times["clipped"], times["gradient"], target=1.6))
+    if opacus := found[1].get("opacus"):
+        report.rows.append(ratio("1 rank: clipped / Opacus", "cpu", opacus["clipped"], opacus["opacus"], target=1.0))
+    else:
+        report.notes.append("no Opacus: pip install 'fshard[bench-opacus]'")
+    slow_links(report, {**options, "rounds": rounds})
     for name, values in times.items():
         report.rows.append(middle(f"2 ranks: {name}", "ms", [1000 * value for value in values], strict=False))
     report.medians = {name: statistics.median(values) for name, values in times.items()}
@@ -221,11 +310,26 @@ def measure(args: argparse.Namespace) -> int:
             target = None if name == "hvp" else 0.9  # it keeps whole parameters, and their tangents
             report.rows.append(Row(f"2 ranks: {name} / plain", "heap", peaks[2][name] / whole, target=target))
             report.rows.append(Row(f"4 ranks / 2 ranks: {name}", "heap", peaks[4][name] / peaks[2][name], target=0.9))
+        for n in RANKS:
+            clipped = peaks[n]["clipped"] / peaks[n]["gradient"]
+            report.rows.append(Row(f"{n} ranks: clipped / gradient", "heap", clipped, target=1.3))
         report.rows.append(Row("plain hvp, the whole batch", "MiB", peaks[1]["plain hvp"] / MIB))
         report.rows.append(Row("plain per sample, the whole batch", "MiB", peaks[1]["plain per sample"] / MIB))
     else:
         report.notes.append("no memory: the C library has no mallinfo2, which glibc has since 2.33")
     return report.finish(args)
+
+
+def slow_links(report: Report, options: dict[str, Any]) -> None:
+    """Add the rows of products on two ranks of the lab."""
+    if why := lab.obstacle():
+        report.notes.append(f"no links of {RATE}: {why}")
+        return
+    found = run_workers(2, RATE, options, script="functional.py")
+    times = found["times"]
+    for name in ("hvp", "hvp reshard"):
+        least = [max(alone, found["bytes"][name]) for alone in times["plain hvp"]]
+        report.rows.append(ratio(f"2 ranks, {RATE}: {name} / max(compute, bytes)", "wall", times[name], least))
 
 
 def options(cli: argparse.ArgumentParser) -> None:

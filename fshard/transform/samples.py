@@ -1,12 +1,10 @@
 """Gradients of single samples, and sums of them clipped one by one (DP-SGD) in bounded memory.
 
-Parameters are gathered once, outside of the vmap: the adjoint of a gather inside of it would add up the gradients of
-different ranks' samples.
+On a schedule a rank's samples go through the units together, forward and backward, and the sums of a unit's clipped
+gradients are reduced while the next are computed. Elsewhere parameters are gathered once.
 """
 
 import functools
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -14,31 +12,291 @@ from torch import Tensor
 
 from fshard import tree
 from fshard.arguments import expect
-from fshard.collectives.scope import bind, cutting
+from fshard.collectives.scope import cutting
 from fshard.errors import BatchError, PlanError, lines
-from fshard.runtime.comm import collective_call, telling
-from fshard.runtime.engine import leading_dims, read_loss
+from fshard.model.remat_function import exact
+from fshard.runtime.comm import announce, collective_call, mesh_communicator
+from fshard.runtime.engine import leading_dims
 from fshard.runtime.engine.batch import along_rows, check_device
 from fshard.runtime.steps.batch_rows import BatchRows
+from fshard.runtime.steps.step_options import read_running
+from fshard.schedule.policy import Policy
 from fshard.sharding.plan import Plan
 from fshard.sharding.spec import axes_of
 from fshard.state.equal import Equal
+from fshard.state.flat import Flat as FlatTree
+from fshard.transform.active_transforms import under_way
 from fshard.transform.gather import gather_all, gather_some
-from fshard.transform.ghost_norms import LayerCall, Row, SampleGradients, proved_layers, sample_gradients
+from fshard.transform.linearized import keeps
 from fshard.transform.meeting import LossMeeting, meeting
+from fshard.transform.sample_engine import SampleEngine, SampleFinder
+from fshard.transform.sample_tape import OUTSIDE, Flat, SampleTape
+from fshard.transform.sample_units import SampleLoss, of_rows
+from fshard.transform.scheduled_function import MayBeScheduled, ScheduledFunction, Schedules
 from fshard.transform.sharded_loss import LossFn, check_loss
+from fshard.transform.tangent_plan import frozen
 from fshard.transform.tree_vectors import split_trainable, zero_filled
 
-Flat = dict[str, Tensor]
+
+class ScheduledSamples(ScheduledFunction):
+    """Gradients of single samples on schedules, on one rank.
+
+    Args:
+        tool: the tool.
+        parts: the parts of a batch that run one after the other.
+        plan: the plan as this rank holds it.
+        exact: the same, whose transfers round nothing.
+
+    Attributes:
+        tape: the gradients that the latest backward has left.
+        norms: the norms of samples, by part.
+    """
+
+    def __init__(self, tool: "SampleTool", parts: int, plan: Plan, exact: Plan) -> None:
+        self.tape, self.norms, self.tool, self.parts = (
+            SampleTape(tool.clip_norm is not None),
+            list[Tensor](),
+            tool,
+            parts,
+        )
+        trained = frozenset(path for path, leaf in plan.leaves.items() if leaf.trainable)
+        self.shapes = {path: torch.empty(plan.leaves[path].shape, device="meta") for path in trained}
+        loss, clips = SampleLoss(tool.loss_fn, plan, self.tape), tool.clip_norm is not None
+        policy = Policy(reshard=tool.reshard, accumulation="full" if parts > 1 else "sharded")
+        make = functools.partial(SampleEngine, tape=self.tape, paths=trained)
+        super().__init__(
+            loss,
+            plan,
+            exact if clips else frozen(exact),
+            read_running(policy, False),
+            tool.call,
+            True,
+            accumulate=parts,
+            told={"clip_norm": tool.clip_norm},
+            engine=functools.partial(make, weigh=self._weigh if clips else None),
+        )
+        self.runner.finder = SampleFinder(loss, self.programs, make, clips)
+
+    def _weigh(self) -> Tensor:
+        """The factor of each sample's gradient in the sum."""
+        dtype = functools.reduce(
+            torch.promote_types, [self.plan.leaves[path].dtype for path in self.shapes], torch.float32
+        )
+        self.norms.append(self.tape.norms(self.shapes, dtype))
+        assert self.tool.clip_norm is not None
+        return clipping(self.norms[-1], self.tool.clip_norm)
+
+    def clipped(self, params: Any, batch: Any) -> tuple[dict[str, Any], Tensor]:
+        """The sum of clipped gradients, and the norms of samples."""
+        self.norms.clear()
+        self.run(params, [], batch)
+        homes = self.programs.memory.homes
+        # Copies: the next call overwrites the buffers of this one. A run that left its schedule has run twice.
+        chunks = {group: homes[group].clone() for group in self._trained}
+        total = FlatTree(self.form, chunks | self.form.zero_chunks()).tree()
+        # Without marks of shards, which draws of noise have none of either.
+        return tree.mapped(Tensor.detach, total), torch.cat(self.norms[-self.parts :])
+
+    def each(self, params: Any, batch: Any) -> Flat:
+        """The gradient of each sample."""
+        self.run(params, [], batch)
+        found = held_by(self.tape, self.shapes)
+        self.tape.begin(0)
+        return {path: found[path] for path, leaf in self.plan.leaves.items() if leaf.trainable}
 
 
-def per_sample_grad(loss_fn: LossFn, plan: Plan) -> Callable[[Any, Any], dict[str, Any]]:
+class SampleTool(MayBeScheduled):
+    """A function of the gradients of single samples.
+
+    Args:
+        loss_fn: the loss of a batch.
+        plan: the plan.
+        call: what ranks call it when they compare their calls.
+        reshard: whether units are gathered again in each pass; None for models of which that saves memory.
+        clip_norm: the largest norm of a sample's gradient; None where gradients are asked for themselves.
+    """
+
+    def __init__(
+        self, loss_fn: LossFn, plan: Plan, call: str, reshard: bool | None, clip_norm: float | None = None
+    ) -> None:
+        check_loss(loss_fn, plan)
+        expect(call, [("reshard", reshard, (bool, type(None)), "True, False or None")])
+        _check_whole(plan, call)
+        self.loss_fn, self.plan, self.call, self.clip_norm = loss_fn, plan, call, clip_norm
+        self.reshard = not keeps(plan) if reshard is None else reshard
+        self._parted: dict[int, Schedules] = {}
+        self._schedules = self._in(1)
+
+    def __repr__(self) -> str:
+        clip = "" if self.clip_norm is None else f", clip_norm={self.clip_norm}"
+        return f"<{self.call} of {getattr(self.loss_fn, '__name__', 'a function')}{clip}>"
+
+    def _in(self, parts: int) -> Schedules:
+        """The scheduled functions for batches of so many parts."""
+        if parts not in self._parted:
+            self._parted[parts] = Schedules(self.plan, functools.partial(ScheduledSamples, self, parts), 0)
+        return self._parted[parts]
+
+    def _scheduled(self, params: Any, batch: Any) -> ScheduledSamples | None:
+        """The scheduled function for arguments, which are checked; None if the call has none."""
+        self._check(params, batch)
+        self._schedules = self._in(1)
+        if (found := self._found(batch, params)) is not None:
+            parts, least = self._parts(batch)
+            if least < parts:
+                self._unscheduled = f"a rank has {least} rows, and another one runs {parts} parts of a batch"
+                return None
+            self._schedules = self._in(parts)
+            found = self._found(batch, params)
+        return found if isinstance(found, ScheduledSamples) else None
+
+    def _parts(self, batch: Any) -> tuple[int, int]:
+        """The parts in which all ranks run their batches, and the fewest rows of a rank."""
+        return 1, 1
+
+    def _check(self, params: Any, batch: Any) -> None:
+        self.plan.check_tree(params, whole=False)
+        _rows(batch)
+        check_device(batch, self.plan.mesh.device)
+
+    def _met(self, params: Any, batch: Any) -> tuple[Flat, Flat, LossMeeting]:
+        """The trainable leaves, the others, and the ranks, when all have checked their arguments."""
+        ranks = meeting(self.plan.mesh, batch, BatchRows(), params)
+        equal = Equal(self.plan, {"tool": self.call, "clip_norm": self.clip_norm})
+
+        def checked() -> tuple[Flat, Flat]:
+            self._check(params, batch)
+            return split_trainable(self.plan, params)
+
+        if self.plan.mesh.size > 1 and self.plan.mesh.transport is None:
+            checked()  # outside of run, where ranks cannot meet, an error says how trees of whole tensors are given
+        trained, rest = ranks.all_ranks("the call", checked, ranks.facts(equal))
+        return trained, rest, ranks
+
+    def _taped(self, leaves: Flat, paths: list[str], batch: Any) -> SampleTape:
+        """The gradients of samples by gathered leaves."""
+        tape = SampleTape(self.clip_norm is not None)
+        tensors = [x for x in (*leaves.values(), *tree.leaves(batch)) if isinstance(x, Tensor)]
+        if under_way(tensors):  # a graph of plain autograd cannot be differentiated by transforms around it
+            loss, rows = of_rows(self.loss_fn, self.plan, batch)
+
+            def one(some: Flat, row: list[Tensor]) -> Tensor:
+                with exact():
+                    return loss(tree.nest({**leaves, **some}), row)
+
+            tape.begin(len(rows[0]))
+            by = {path: leaves[path] for path in paths}
+            tape.held[OUTSIDE] = torch.vmap(torch.func.grad(one), (None, 0))(by, rows)
+            return tape
+        own = {path: leaf.detach().requires_grad_(path in paths) for path, leaf in leaves.items()}
+        with torch.enable_grad(), exact():
+            total = SampleLoss(self.loss_fn, self.plan, tape).gathered(own, batch).total
+        if total.requires_grad:
+            torch.autograd.backward([total])
+        return tape
+
+
+class SampleGradients(SampleTool):
+    """``gradients(params, batch)``. Made by ``fs.func.per_sample_grad``."""
+
+    @collective_call
+    def __call__(self, params: Any, batch: Any) -> dict[str, Any]:
+        """The gradients of this rank's samples.
+
+        Raises:
+            TreeError, BatchError: arguments that do not fit, alike on all ranks.
+            PeerError: another rank failed.
+        """
+        if (scheduled := self._scheduled(params, batch)) is not None:
+            return tree.nest(scheduled.each(params, batch))
+        trained, rest, ranks = self._met(params, batch)
+        with cutting(self.plan.mesh):
+            whole = dict(tree.paths(gather_all(self.plan, {**rest, **trained})))
+        tape = ranks.all_ranks("the gradients", lambda: self._taped(whole, list(trained), batch))
+        found = held_by(tape, {path: whole[path] for path in trained})
+        return tree.nest({path: found[path] for path in trained})
+
+
+class ClippedGradient(SampleTool):
+    """``clipped(params, batch) -> (sum, norms)``. Made by ``fs.func.clipped_grad``.
+
+    Attributes:
+        microbatch: rows that are computed at once; None for all.
+    """
+
+    clip_norm: float
+
+    def __init__(
+        self, loss_fn: LossFn, plan: Plan, clip_norm: float, microbatch: int | None, reshard: bool | None
+    ) -> None:
+        super().__init__(loss_fn, plan, "clipped_grad", reshard, clip_norm)
+        self.microbatch = microbatch
+
+    @collective_call
+    def __call__(self, params: Any, batch: Any) -> tuple[dict[str, Any], Tensor]:
+        """The sum of clipped gradients, and the norms of this rank's samples before clipping.
+
+        Raises:
+            TreeError, BatchError: arguments that do not fit, alike on all ranks.
+            PeerError: another rank failed.
+        """
+        if (scheduled := self._scheduled(params, batch)) is not None:
+            return scheduled.clipped(params, batch)
+        trained, rest, ranks = self._met(params, batch)
+        with cutting(self.plan.mesh):
+            pulled: Any = torch.func.vjp(lambda p: gather_some(self.plan, p, True), trained)
+            fixed = gather_some(self.plan, rest, False)
+        total, norms = ranks.all_ranks("the gradients", lambda: self._summed(fixed, pulled[0], batch))
+        with cutting(self.plan.mesh):
+            (summed,) = pulled[1](total)
+            return zero_filled(self.plan, summed, rest), norms
+
+    def _parts(self, batch: Any) -> tuple[int, int]:
+        """The most parts in which any rank runs its batch, and the fewest rows of any. Collective."""
+        if self.microbatch is None:
+            return 1, 1
+        rows = _rows(batch)
+        met = announce(mesh_communicator(self.plan.here.mesh), self.call, [rows, -(-rows // self.microbatch)])
+        return max([parts for _, parts in met]), min([rows for rows, _ in met])
+
+    def _summed(self, fixed: Flat, whole: Flat, batch: Any) -> tuple[Flat, Tensor]:
+        """This rank's sum, of whole leaves, and the norms."""
+        total = {path: torch.zeros_like(leaf) for path, leaf in whole.items()}
+        dtype = functools.reduce(torch.promote_types, [leaf.dtype for leaf in whole.values()], torch.float32)
+        norms = []
+        for part in _cut(batch, self.microbatch):
+            tape = self._taped({**fixed, **whole}, list(whole), part)
+            norms.append(tape.norms(whole, dtype))
+            for place in tape.places:
+                for path, g in tape.summed(place, whole, clipping(norms[-1], self.clip_norm)).items():
+                    total[path] = total[path] + g
+        return total, torch.cat(norms)
+
+
+def clipping(norms: Tensor, limit: float) -> Tensor:
+    """The factors that scale gradients of these norms down to a limit, which is positive."""
+    return (limit / norms).clamp(max=1.0)
+
+
+def held_by(tape: SampleTape, shapes: Flat) -> Flat:
+    """The gradient of each sample by each leaf, ``(rows, *shape)``, given a tensor like each leaf."""
+    out = {}
+    for path, leaf in shapes.items():
+        parts = [at.pop(path) for at in tape.held.values() if path in at]
+        zero = functools.partial(torch.zeros, (tape.rows, *leaf.shape))
+        out[path] = functools.reduce(torch.add, parts).contiguous() if parts else zero()
+    return out
+
+
+def per_sample_grad(loss_fn: LossFn, plan: Plan, *, reshard: bool | None = None) -> SampleGradients:
     """The gradient of each sample's own loss: ``per_sample_grad(loss_fn, plan)(params, batch)``.
 
     Args:
         loss_fn: as for ``fs.make_train_step``; it is called with batches of one row. An ``fs.Mean`` counts as
             the mean of that row.
         plan: the plan.
+        reshard: free a unit's parameters after its forward, and gather them again for its backward. None chooses False
+            for models whose parameters take up to 128 MiB.
 
     Returns:
         The function. It returns a tree of the trainable leaves, each of shape ``(rows of this rank's batch, *whole leaf
@@ -56,37 +314,26 @@ def per_sample_grad(loss_fn: LossFn, plan: Plan) -> Callable[[Any, Any], dict[st
     >>> grads({"w": w.flatten()}, torch.ones(3, 2))["w"].shape
     torch.Size([3, 2, 2])
     """
-    check_loss(loss_fn, plan)
-    _check_whole(plan, "per_sample_grad")
-
-    @telling(plan.mesh, always=False)
-    def each(params: Any, batch: Any) -> dict[str, Any]:
-        trained, rest, ranks = _met(plan, params, batch, {"tool": "per_sample_grad"})
-        with cutting(plan.mesh):
-            whole = dict(tree.paths(gather_all(plan, {**rest, **trained})))
-        loss, tensors = _of_rows(loss_fn, plan, batch)
-        found: Flat = ranks.all_ranks("the gradients", lambda: _each(loss, whole, list(trained), tensors))
-        return tree.nest(found)
-
-    return each
+    return SampleGradients(loss_fn, plan, "per_sample_grad", reshard)
 
 
 def clipped_grad(
-    loss_fn: LossFn, plan: Plan, clip_norm: float, *, microbatch: int | None = None
-) -> Callable[[Any, Any], tuple[dict[str, Any], Tensor]]:
+    loss_fn: LossFn, plan: Plan, clip_norm: float, *, microbatch: int | None = None, reshard: bool | None = None
+) -> ClippedGradient:
     """The sum over the global batch of the samples' gradients, each clipped to a norm:
     ``clipped_grad(loss_fn, plan, clip_norm)(params, batch) -> (sum, norms)``.
 
-    DP-SGD adds its noise to this sum (Abadi et al., "Deep Learning with Differential Privacy", 2016). No gradients of
-    single samples are held of weights that ``F.linear`` or ``F.embedding`` alone read, as their modules do: norms and
-    sum come from the inputs of these layers and the gradients of their outputs. Of other leaves, such as biases, norms,
-    convolutions and tied embeddings, they are held for the rows of a microbatch.
+    DP-SGD adds its noise to this sum (Abadi et al., "Deep Learning with Differential Privacy", 2016). No gradient of a
+    single sample is held of matrices that linear layers, embeddings or products ``x @ w`` read: norms and sum come from
+    the inputs of these layers and the gradients of their outputs. A bias or a norm has a vector for each sample, and
+    other leaves, such as convolutions, have a gradient for each sample of a microbatch.
 
     Args:
         loss_fn: as for ``per_sample_grad``.
         plan: the plan.
         clip_norm: the largest norm, over all leaves, of a sample's gradient; larger ones are scaled down to it.
-        microbatch: rows that are computed at once; None for all. The result does not depend on it.
+        microbatch: rows that are computed at once; None for all. Results are equal, up to the order of float sums.
+        reshard: as for ``per_sample_grad``.
 
     Returns:
         The function. ``sum`` is a tree of shards like ``params``, zero for frozen leaves; ``norms``, ``(rows,)``, are
@@ -108,98 +355,15 @@ def clipped_grad(
     expect("clipped_grad(loss_fn, plan, clip_norm)", [("clip_norm", clip_norm, (int, float), "a positive number")])
     if not clip_norm > 0 or (microbatch is not None and (not isinstance(microbatch, int) or microbatch < 1)):
         raise PlanError(f"clipped_grad(clip_norm={clip_norm}, microbatch={microbatch}): both must be positive")
-
-    return ClippedGradient(loss_fn, plan, float(clip_norm), microbatch)
-
-
-@dataclass(frozen=True)
-class ClippedGradient:
-    """``clipped(params, batch) -> (sum, norms)``. Made by ``fs.func.clipped_grad``."""
-
-    loss_fn: LossFn
-    plan: Plan
-    clip_norm: float
-    microbatch: int | None
-    known: dict[Any, list[LayerCall]] = field(default_factory=dict, repr=False, compare=False)
-
-    @collective_call
-    def __call__(self, params: Any, batch: Any) -> tuple[dict[str, Any], Tensor]:
-        """The sum of clipped gradients, and the norms of this rank's samples before clipping.
-
-        Raises:
-            TreeError, BatchError: arguments that do not fit, alike on all ranks.
-            PeerError: another rank failed.
-        """
-        settings = {"tool": "clipped_grad", "clip_norm": self.clip_norm}
-        trained, rest, ranks = _met(self.plan, params, batch, settings)
-        with cutting(self.plan.mesh):
-            pulled: Any = torch.func.vjp(lambda p: gather_some(self.plan, p, True), trained)
-            fixed = gather_some(self.plan, rest, False)
-        total, norms = ranks.all_ranks("the gradients", lambda: self._summed(fixed, pulled[0], batch))
-        with cutting(self.plan.mesh):
-            (summed,) = pulled[1](total)
-            return zero_filled(self.plan, summed, rest), norms
-
-    def _summed(self, fixed: Flat, whole: Flat, batch: Any) -> tuple[Flat, Tensor]:
-        """This rank's sum, of whole leaves, and the norms."""
-        loss, tensors = _of_rows(self.loss_fn, self.plan, batch)
-        leaves, paths = {**fixed, **whole}, list(whole)
-        total = {path: torch.zeros_like(leaf) for path, leaf in whole.items()}
-        dtype = functools.reduce(torch.promote_types, [leaf.dtype for leaf in whole.values()], torch.float32)
-        norms, calls = list[Tensor](), self._layers(loss, leaves, paths, tensors)
-        for rows in zip(*[torch.split(x, self.microbatch or len(x)) for x in tensors], strict=True):
-            grads = sample_gradients(loss, leaves, paths, list(rows), calls)
-            if grads is None:  # rows that call other layers than the first one did
-                grads = SampleGradients(_each(loss, leaves, paths, list(rows)))
-            norms.append(grads.squares(leaves, dtype).sqrt())
-            factor = (self.clip_norm / norms[-1]).clamp(max=1.0)  # 0 / 0 does not occur: clip_norm is positive
-            for path, g in grads.summed(leaves, factor).items():
-                total[path] = total[path] + g
-        return total, torch.cat(norms)
-
-    def _layers(self, loss: Row, leaves: Flat, paths: list[str], tensors: list[Tensor]) -> list[LayerCall]:
-        """The layers of rows of these shapes, found once."""
-        key = tuple((x.shape[1:], x.dtype) for x in tensors)
-        if key not in self.known:
-            self.known[key] = proved_layers(loss, leaves, paths, tensors)
-        return self.known[key]
+    return ClippedGradient(loss_fn, plan, float(clip_norm), microbatch, reshard)
 
 
-def _of_rows(loss_fn: LossFn, plan: Plan, batch: Any) -> tuple[Row, list[Tensor]]:
-    """The loss of one row, and the tensors that have rows."""
+def _cut(batch: Any, rows: int | None) -> list[Any]:
+    """A batch in parts of so many rows."""
     leaves, spec = tree.flatten(batch)
-    at = [i for i, leaf in enumerate(leaves) if _has_rows(leaf)]
-
-    def one(params: Mapping[str, Tensor], row: list[Tensor]) -> Tensor:
-        filled = list(leaves)
-        for i, x in zip(at, row, strict=True):
-            filled[i] = x.unsqueeze(0)
-        with bind(plan.mesh, plan.data_axes, single=True):
-            loss = read_loss(loss_fn(tree.nest(params), tree.unflatten(spec, filled)))
-        return loss.total if loss.count is None else loss.total / loss.count
-
-    return one, [leaves[i] for i in at]
-
-
-def _each(loss: Row, leaves: Flat, paths: list[str], rows: list[Tensor]) -> Flat:
-    """The gradient of each row by these leaves."""
-    found = sample_gradients(loss, leaves, paths, rows, ())
-    return {} if found is None else found.held
-
-
-def _met(plan: Plan, params: Any, batch: Any, settings: dict[str, Any]) -> tuple[Flat, Flat, LossMeeting]:
-    """The trainable leaves, the others, and the ranks, when all have checked their arguments."""
-    ranks = meeting(plan.mesh, batch, BatchRows(), params)
-
-    def checked() -> tuple[Flat, Flat]:
-        _rows(batch)
-        check_device(batch, plan.mesh.device)
-        return split_trainable(plan, params)
-
-    if plan.mesh.size > 1 and plan.mesh.transport is None:
-        checked()  # outside of run, where ranks cannot meet, an error says how trees of whole tensors are given
-    trained, rest = ranks.all_ranks("the call", checked, ranks.facts(Equal(plan, settings)))
-    return trained, rest, ranks
+    count = 1 if rows is None else -(-_rows(batch) // rows)
+    cut = [torch.split(x, rows or len(x)) if isinstance(x, Tensor) and x.ndim else [x] * count for x in leaves]
+    return [tree.unflatten(spec, list(part)) for part in zip(*cut, strict=True)]
 
 
 def _check_whole(plan: Plan, what: str) -> None:
@@ -217,10 +381,6 @@ def _check_whole(plan: Plan, what: str) -> None:
             f"{list(cut[0].shape)} by {cut[0].compute}, and the gradient of a sample is that of whole leaves: take it "
             f"on a mesh on which the axes {cut[0].compute.axes} have one rank, for example from a checkpoint"
         )
-
-
-def _has_rows(leaf: Any) -> bool:
-    return isinstance(leaf, Tensor) and leaf.ndim > 0
 
 
 def _rows(batch: Any) -> int:

@@ -4,6 +4,7 @@ The call of a tool runs on a schedule of its own. In a step function it is a pas
 """
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from fshard.runtime.engine.batch import check_device, signature
 from fshard.runtime.execution import ProgramTrace, Shard, Shards, held_back
 from fshard.runtime.steps import Outcome, PassSpec, Programs, Runner, StepRequest, make_programs
 from fshard.runtime.steps.finder import Fn
+from fshard.runtime.steps.programs import EngineMaker
 from fshard.runtime.steps.step_options import RunOptions
 from fshard.schedule.auto import Auto
 from fshard.sharding.plan import Plan
@@ -45,23 +47,40 @@ class ScheduledFunction:
         running: how it runs.
         call: what ranks call it when they compare their calls.
         train: whether it has a backward.
+        accumulate: the parts of a batch.
+        told: what else must be equal on all ranks.
+        engine: makes the engine; None for the usual one.
 
     Attributes:
         runner: runs it.
         spec: it as a pass of a step.
     """
 
-    def __init__(self, fn: Fn, plan: Plan, double: Plan, running: RunOptions, call: str, train: bool) -> None:
-        self.plan, self.form, self.train, self.running = plan, form_of(plan), train, running
-        self.spec = PassSpec(fn, double, self._programs, train)
+    def __init__(
+        self,
+        fn: Fn,
+        plan: Plan,
+        double: Plan,
+        running: RunOptions,
+        call: str,
+        train: bool,
+        *,
+        accumulate: int = 1,
+        told: Mapping[str, Any] | None = None,
+        engine: EngineMaker | None = None,
+    ) -> None:
+        self.plan, self.form, self.running, self.engine = plan, form_of(plan), running, engine
+        self.spec = PassSpec(fn, double, self._programs, train, accumulate)
         self.programs = self._programs(False)
         self.runner = Runner(fn, self.programs, call)
-        self.equal = Equal(plan, {"tool": call, **running.told()})
+        self.equal = Equal(plan, {"tool": call, **running.told(), **(told or {})})
         self._trained = [group.id for group in plan.groups if group.trainable]
         self._problems: dict[Hashable, str] = {}
 
     def _programs(self, debug: bool) -> Programs:
-        return make_programs(self.spec.plan, self.running.debugged(debug), train=self.train)
+        spec, running = self.spec, self.running.debugged(debug)
+        programs = make_programs(spec.plan, running, accumulate=spec.accumulate, train=spec.train)
+        return programs if self.engine is None else replace(programs, engine=self.engine)
 
     def problem(self, batch: Any) -> str:
         """Say why no trace finds a program for batches like this one; empty if one does.
@@ -95,7 +114,7 @@ class ScheduledFunction:
         """The outcome at parameters and directions, trees of shards that were checked."""
         chunks = self.joined(chunks_of(params, self.form), [chunks_of(v, self.form) for v in directions])
         shards = Shards([Shard(chunk.detach(), {}) for chunk in chunks])
-        with held_back() as shield, torch.set_grad_enabled(self.train), bind(self.plan.mesh, self.plan.data_axes):
+        with held_back() as shield, torch.set_grad_enabled(self.spec.train), bind(self.plan.mesh, self.plan.data_axes):
             return self.runner.run(StepRequest(batch, shards, shield, facts=self.equal.fixed, normed=False))
 
     def joined(self, at: Mapping[int, Tensor], along: Sequence[Mapping[int, Tensor]]) -> list[Tensor]:

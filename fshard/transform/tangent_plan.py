@@ -48,6 +48,14 @@ def with_tangents(plan: Plan, count: int = 1) -> Plan | None:
     return replace(plan, leaves=leaves, groups=tuple(groups), inits={}, source=None)
 
 
+def frozen(plan: Plan) -> Plan:
+    """The plan with no leaf that is trained: a backward of it reduces nothing."""
+    groups = [
+        replace(group, leaves=tuple([replace(leaf, trainable=False) for leaf in group.leaves])) for group in plan.groups
+    ]
+    return replace(plan, leaves={leaf.path: leaf for group in groups for leaf in group.leaves}, groups=tuple(groups))
+
+
 def tangent_of(path: str, number: int = 0) -> str:
     """The path of a leaf's tangent."""
     return f"{path}{MARK * (number + 1)}" if number < SHOWN else f"{path}{number}{MARK}"

@@ -343,7 +343,7 @@ def fake_leaves(engine: Engine, plan: Plan) -> None:
     for slots in engine.slots.groups:
         for number, leaf in enumerate(slots.group.leaves):
             fake = torch.empty(leaf.compute_shape, dtype=slots.group.compute_dtype, device=plan.mesh.device)
-            engine.slots.replace(slots, number, fake.requires_grad_(leaf.trainable))
+            engine.slots.replace(slots, number, fake.requires_grad_(slots.leaves[number].requires_grad))
             if slots.group.row:
                 attach_rows(fake, rounded_rows(fake.detach()))
 

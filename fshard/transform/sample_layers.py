@@ -1,0 +1,354 @@
+"""Layers on the inputs of all samples at once, which leave the gradients of single samples by the cheapest rule.
+
+The rows of a rank run together, under ``torch.vmap``, over a graph of plain autograd. Layers that have a rule of their
+own leave that ``vmap``. Every other use of a leaf reads a row of it for each sample, without a copy, and its gradient
+has a row for each sample.
+"""
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+
+from fshard.errors import TransformError
+from fshard.torch_internals import batched, below_transforms, functorch, transforms_depth
+from fshard.transform.sample_tape import OUTSIDE, LayerPart, Place, SampleTape, Uses
+
+RANDOM = "randomness error mode"
+"""A part of PyTorch's error about random numbers under ``vmap``."""
+
+
+class CaughtLeaf(NamedTuple):
+    """A leaf, and what a function has for it.
+
+    Attributes:
+        path: the path of the leaf.
+        leaf: the leaf.
+        given: what the function has, which must live as long as its identity is known.
+        turned: whether that is the transposed leaf.
+    """
+
+    path: str
+    leaf: Tensor
+    given: Tensor
+    turned: bool = False
+
+
+Caught = dict[int, CaughtLeaf]
+"""Leaves by the identity of what a function has for them."""
+
+
+class RowsOf(torch.autograd.Function):
+    """A leaf once for each sample, whose gradient goes elsewhere."""
+
+    @staticmethod
+    def forward(ctx: Any, leaf: Tensor, rows: int, hold: Callable[[Tensor], None]) -> Tensor:
+        ctx.hold = hold
+        return leaf.expand(rows, *leaf.shape)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        ctx.hold(grad)
+        return None, None, None
+
+
+class LinearRows(torch.autograd.Function):
+    """A linear layer on the inputs of all samples."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, turned: bool, uses: "Uses") -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.turned, ctx.uses = turned, uses
+        matrix, flat = weight if turned else weight.mT, x.reshape(-1, x.shape[-1])
+        return _alone(flat @ matrix if bias is None else torch.addmm(bias, flat, matrix), x.shape[:-1])
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        x, weight = ctx.saved_tensors
+        flat, slopes = [y.detach().reshape(len(y), -1, y.shape[-1]) for y in (x, grad)]
+        pair = (flat, slopes) if ctx.turned else (slopes, flat)
+        ctx.uses.put(weight, LayerPart("linear", *pair))
+        ctx.uses.hold_bias(slopes)
+        back = None if not ctx.needs_input_grad[0] else grad @ weight.mT if ctx.turned else grad @ weight
+        return back, None, None, None, None
+
+
+class EmbeddingRows(torch.autograd.Function):
+    """An embedding of the indices of all samples."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, padding: int | None, uses: "Uses") -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.padding, ctx.uses = padding, uses
+        return _alone(weight.index_select(0, x.flatten()), x.shape)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        x, weight = ctx.saved_tensors
+        flat, slopes = x.reshape(len(x), -1), grad.reshape(len(grad), -1, grad.shape[-1])
+        if ctx.padding is not None:
+            slopes = slopes * (flat != ctx.padding).unsqueeze(-1)
+        ctx.uses.put(weight, LayerPart("embedding", flat, slopes))
+        return None, None, None, None
+
+
+class NormRows(torch.autograd.Function):
+    """A layer norm of the inputs of all samples."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, uses: "Uses") -> Tensor:
+        out, mean, rstd = torch.native_layer_norm(x, weight.shape, weight, bias, eps)
+        ctx.save_for_backward(x, weight, bias, mean, rstd)
+        ctx.uses = uses
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        x, weight, bias, mean, rstd = ctx.saved_tensors
+        within = tuple(range(1, x.ndim - weight.ndim))
+        slopes = grad * ((x - mean) * rstd)
+        ctx.uses.hold(slopes.sum(within) if within else slopes)
+        ctx.uses.hold_bias(grad, within)
+        back: Any = None
+        if ctx.needs_input_grad[0]:
+            wanted = [True, False, False]
+            back = torch.ops.aten.native_layer_norm_backward(grad, x, weight.shape, mean, rstd, weight, bias, wanted)[0]
+        return back, None, None, None, None
+
+
+def _alone(rows: Tensor, shape: Sequence[int]) -> Tensor:
+    """Rows in another shape, which autograd takes for no view, so that code may go on in place."""
+    out: Tensor = torch.ops.aten._unsafe_view(rows, (*shape, rows.shape[-1]))
+    return out
+
+
+class CaughtLayers(TorchFunctionMode):
+    """Runs layers that read leaves on the inputs of all samples at once, beside the ``vmap`` around them.
+
+    Args:
+        tape: takes the gradients of samples.
+        level: the number of transforms around the loss of a sample.
+        device: the type of the device.
+
+    Attributes:
+        place: the call of a unit that runs.
+        leaves: its leaves, by the identity of what it has for them.
+    """
+
+    def __init__(self, tape: SampleTape, level: int, device: str) -> None:
+        super().__init__()
+        self.tape, self.level, self.device = tape, level, device
+        self.place = OUTSIDE
+        self.leaves: Caught = {}
+
+    @contextmanager
+    def within(self, place: Place, leaves: Caught) -> Iterator[None]:
+        """Inside, a call of a unit runs."""
+        before = self.place, self.leaves
+        self.place, self.leaves = place, leaves
+        try:
+            yield
+        finally:
+            self.place, self.leaves = before
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        rule = RULES.get(func)
+        # Inside of a derivative that the loss takes itself, the output's gradient does not tell all of the weight's.
+        if rule is not None and transforms_depth() == self.level and not torch.is_autocast_enabled(self.device):
+            found = rule(self, *args, **kwargs)
+            if found is not None:
+                return found
+        try:
+            return func(*args, **kwargs)
+        except RuntimeError as error:
+            if RANDOM not in str(error):
+                raise
+            raise _random(func, self.place[0]) from error
+
+    def leaf(self, value: Any) -> CaughtLeaf | None:
+        """The leaf that a value is; None for another value."""
+        found = self.leaves.get(id(value))
+        return None if found is None or found.turned else found
+
+    def matrix(self, value: Any) -> CaughtLeaf | None:
+        """The leaf that a value is, or that it is the transpose of, if it has two dims."""
+        found = self.leaves.get(id(value))
+        return None if found is None or found.leaf.ndim != 2 else found
+
+    def rows(self, x: Tensor) -> Tensor:
+        """A value of all samples, ``(rows, ...)``."""
+        x = x if type(x) is Tensor else x.view_as(x)  # a leaf as code outside of units has it is read
+        if not functorch.is_batchedtensor(x):
+            return x.expand(self.tape.rows, *x.shape)
+        rows: Tensor = functorch.get_unwrapped(x).movedim(functorch.maybe_get_bdim(x), 0)
+        return rows
+
+    def run(self, function: type[torch.autograd.Function], x: Tensor, *args: Any) -> Tensor:
+        """The output of a layer."""
+        given = self.rows(x)
+        with below_transforms(self.level - 1):
+            out: Tensor = function.apply(given, *args)  # type: ignore[no-untyped-call]
+        return batched(out, self.level)
+
+
+def _random(func: Any, unit: str) -> TransformError:
+    where = f"in unit {unit}, " if unit else ""
+    return TransformError(
+        f"{where}{getattr(func, '__name__', 'an operator')} draws from torch's generator, and samples are computed "
+        f"together, so that none would have random numbers of its own: give each sample a key with the batch, and use "
+        f"fs.random, such as fs.random.dropout(key, x, 0.1); or split the module in eval mode (module.eval())"
+    )
+
+
+def _linear(mode: CaughtLayers, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor | None:
+    found, beside = mode.matrix(weight), mode.leaf(bias)
+    if found is None:
+        return None
+    uses = Uses(mode.tape, mode.place, found.path, beside.path if beside else None)
+    out = mode.run(LinearRows, input, found.leaf, beside.leaf if beside else None, found.turned, uses)
+    return out if bias is None or beside else out + bias
+
+
+def _matmul(mode: CaughtLayers, input: Tensor, other: Any, **options: Any) -> Tensor | None:
+    found = mode.matrix(other)
+    if found is None or options or not isinstance(input, Tensor) or input.ndim == 0:
+        return None
+    return mode.run(LinearRows, input, found.leaf, None, not found.turned, Uses(mode.tape, mode.place, found.path))
+
+
+def _turned(transpose: Callable[[Tensor], Tensor]) -> Callable[[CaughtLayers, Tensor], Tensor | None]:
+    """A rule that knows the transpose of a leaf again."""
+
+    def rule(mode: CaughtLayers, input: Tensor) -> Tensor | None:
+        found = mode.matrix(input)
+        if found is None:
+            return None
+        out = transpose(input)
+        mode.leaves[id(out)] = CaughtLeaf(found.path, found.leaf, out, not found.turned)
+        return out
+
+    return rule
+
+
+def _embedding(
+    mode: CaughtLayers,
+    input: Tensor,
+    weight: Tensor,
+    padding_idx: int | None = None,
+    max_norm: float | None = None,
+    norm_type: float = 2.0,
+    scale_grad_by_freq: bool = False,
+    sparse: bool = False,
+) -> Tensor | None:
+    found = mode.matrix(weight)
+    if found is None or found.turned or max_norm is not None or scale_grad_by_freq or sparse:
+        return None
+    padding = padding_idx if padding_idx is None or padding_idx >= 0 else len(found.leaf) + padding_idx
+    return mode.run(EmbeddingRows, input, found.leaf, padding, Uses(mode.tape, mode.place, found.path))
+
+
+def _layer_norm(
+    mode: CaughtLayers,
+    input: Tensor,
+    normalized_shape: Sequence[int],
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+) -> Tensor | None:
+    found, beside = mode.leaf(weight), mode.leaf(bias)
+    if found is None or (bias is not None and beside is None) or [*found.leaf.shape] != [*normalized_shape]:
+        return None
+    uses = Uses(mode.tape, mode.place, found.path, beside.path if beside else None)
+    return mode.run(NormRows, input, found.leaf, beside.leaf if beside else None, eps, uses)
+
+
+def _attention(
+    mode: CaughtLayers,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor | None:
+    """Attention has no rule for ``vmap``, and needs none: its first dims are batches."""
+    shared = attn_mask is None or (not functorch.is_batchedtensor(attn_mask) and attn_mask.ndim == 2)
+    if dropout_p or not shared or not query.ndim == key.ndim == value.ndim == 4:
+        return None
+    given = [mode.rows(x) for x in (query, key, value)]
+    with below_transforms(mode.level - 1):
+        flat = [x.flatten(0, 1) for x in given]
+        attend: Any = functional.scaled_dot_product_attention
+        out = attend(*flat, attn_mask=attn_mask, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa)
+        found: Tensor = out.unflatten(0, given[0].shape[:2])
+    return batched(found, mode.level)
+
+
+HEADS = inspect.signature(functional.multi_head_attention_forward)
+PLAIN = {
+    "bias_k": None,
+    "bias_v": None,
+    "add_zero_attn": False,
+    "key_padding_mask": None,
+    "need_weights": False,
+    "use_separate_proj_weight": False,
+    "static_k": None,
+    "static_v": None,
+}
+"""The options with which ``nn.MultiheadAttention`` is two linear layers around attention."""
+
+
+def _heads(mode: CaughtLayers, *args: Any, **kwargs: Any) -> tuple[Tensor, None] | None:
+    """Self-attention of ``nn.MultiheadAttention``."""
+    call = HEADS.bind(*args, **kwargs)
+    call.apply_defaults()
+    given = call.arguments
+    x, mask, weight = given["query"], given["attn_mask"], given["in_proj_weight"]
+    plain = all([given[name] is value for name, value in PLAIN.items()]) and not (
+        given["dropout_p"] and given["training"]
+    )
+    same = x is given["key"] and x is given["value"] and x.ndim == 3 and (mask is None or mask.ndim == 2)
+    joined = _linear(mode, x, weight, given["in_proj_bias"]) if plain and same else None
+    if joined is None:
+        return None
+    length, count, width = x.shape  # the first dim of a sample's own batch comes second
+    heads = given["num_heads"]
+    parts = joined.view(length, count, 3, heads, width // heads).permute(2, 1, 3, 0, 4)
+    options = {"attn_mask": None if given["is_causal"] else mask, "is_causal": given["is_causal"]}
+    mixed = _attention(mode, *parts, **options)
+    attend: Any = functional.scaled_dot_product_attention
+    mixed = attend(*parts, **options) if mixed is None else mixed
+    flat, last = mixed.permute(2, 0, 1, 3).reshape(x.shape), (given["out_proj_weight"], given["out_proj_bias"])
+    out = _linear(mode, flat, *last)
+    return functional.linear(flat, *last) if out is None else out, None
+
+
+RULES: Mapping[Any, Callable[..., Any]] = {
+    functional.linear: _linear,
+    functional.embedding: _embedding,
+    functional.layer_norm: _layer_norm,
+    functional.scaled_dot_product_attention: _attention,
+    functional.multi_head_attention_forward: _heads,
+    torch.matmul: _matmul,
+    torch.mm: _matmul,
+    Tensor.matmul: _matmul,
+    Tensor.mm: _matmul,
+    Tensor.__matmul__: _matmul,
+    Tensor.t: _turned(Tensor.t),
+    Tensor.T.__get__: _turned(Tensor.T.__get__),  # type: ignore[attr-defined]
+    Tensor.mT.__get__: _turned(Tensor.mT.__get__),  # type: ignore[attr-defined]
+}
+"""The layers that have a rule of their own."""
