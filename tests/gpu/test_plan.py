@@ -37,7 +37,10 @@ def test_the_page_tells_the_commands_and_what_they_decide() -> None:
     assert [one.what for one in PLAN if f"| {one.what} | {one.decides} |" not in page] == []
 
 
-@pytest.mark.parametrize("name", ["ladder.fshard", "ladder.fshard fx graph, 16 rows", "micro"])
+SLOW = pytest.param("ladder.fshard fx graph, 16 rows", marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize("name", ["ladder.fshard, 16 rows", SLOW, "micro"])
 @pytest.mark.long
 def test_a_stage_of_the_plan_runs_on_the_cpu(name: str, tmp_path: Path) -> None:
     module, _, rest = name.partition(".")
