@@ -13,6 +13,7 @@ there is no GPU nothing is measured; ``--cpu-dry-run`` runs all of this on a tin
 import argparse
 import json
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
@@ -49,6 +50,8 @@ CASES = (
     "64 fsdp2",
     "1 compiled",
     "1 jax",
+    "8 fshard inductor / fsdp2 titan",
+    "64 fshard inductor / fsdp2 titan",
     "8 fsdp2 async",
 )
 """The number of ranks and two peers, or whom fshard meets: first what matters most, since time may run out."""
@@ -191,7 +194,7 @@ def measure(args: argparse.Namespace) -> int:
     configuration = {"model": asdict(size), "dtype": args.dtype, "rounds": rounds, "dry run on CPU": dry}
     claim = f"Dry run on CPU, figures without meaning. {__doc__.splitlines()[0]}" if dry else __doc__.splitlines()[0]
     report = Report("gpu_dry_run" if dry else "gpu", claim, configuration)
-    report.environment["device"] = "cpu" if dry else torch.cuda.get_device_name()
+    report.environment |= {"device": "cpu"} if dry else {"device": torch.cuda.get_device_name(), "driver": driver()}
     args.results = args.results or (QUICK if dry else None)
     deadline = time.monotonic() + args.seconds
     if any(parts_of(name)[0] > 1 for name in args.cases):
@@ -210,6 +213,15 @@ def measure(args: argparse.Namespace) -> int:
         print(f"{name}: {why or 'done'}", flush=True)
         report.write(args)
     return report.finish(args)
+
+
+def driver() -> str:
+    """The version of the card's driver; nothing if nobody can tell."""
+    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True).stdout.strip()
+    except OSError:
+        return ""
 
 
 def options(cli: argparse.ArgumentParser) -> None:

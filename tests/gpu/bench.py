@@ -5,6 +5,7 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 from tests.gpu.place import Found, Place
 
@@ -34,12 +35,13 @@ def run(place: Place, found: Found) -> None:
         status = child.wait()
         record = _keep(found, Path(folder))
     found.check(status == 0, f"benchmarks/gpu.py ended with status {status}")
-    found.check(bool(record.get("rows")), "benchmarks/gpu.py has no rows")
-    for note in record.get("notes", ()):
+    rows = record.get("rows", ())
+    found.check(any(row["value"] is not None for row in rows), "benchmarks/gpu.py has measured nothing")
+    for note in (*record.get("notes", ()), *(f"{row['case']}: {row['why']}" for row in rows if row["why"])):
         found.leave(note)
 
 
-def _keep(found: Found, folder: Path) -> dict[str, list[str]]:
+def _keep(found: Found, folder: Path) -> dict[str, Any]:
     files = [*folder.glob("*.json")]
     record = json.loads(files[0].read_text()) if files else {}
     if record and record != found.numbers.get("benchmark"):

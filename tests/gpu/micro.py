@@ -17,4 +17,7 @@ def run(place: Place, found: Found) -> None:
         with found.trying("micro-benchmarks"):
             for what, numbers in gpu_micro.rows():
                 found.number(what, numbers)
-                found.check(all(value > 0 for value in numbers.values()), f"{what}: {numbers}")
+                texts = [f"{what}, {name}: {value}" for name, value in numbers.items() if isinstance(value, str)]
+                found.check(place.dry or not texts, "; ".join(texts))
+                for text in texts if place.dry else ():
+                    found.leave(text)

@@ -75,7 +75,7 @@ class Command:
 
 
 def _ladder(peers: tuple[str, ...]) -> tuple[Stage, ...]:
-    return tuple(Stage(f"ladder.{peer}", f"a GPT of 1.3B parameters: {peer}", 140, 240) for peer in peers)
+    return tuple(Stage(f"ladder.{peer}", f"a GPT of 1.3B parameters: {peer}", 140, 600) for peer in peers)
 
 
 PLAN = (

@@ -37,7 +37,10 @@ def test_the_page_tells_the_commands_and_what_they_decide() -> None:
     assert [one.what for one in PLAN if f"| {one.what} | {one.decides} |" not in page] == []
 
 
-@pytest.mark.parametrize("name", ["ladder.fshard", "ladder.fshard fx graph, 16 rows", "micro"])
+SLOW = pytest.param("ladder.fshard fx graph, 16 rows", marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize("name", ["ladder.fshard, 16 rows", SLOW, "micro"])
 @pytest.mark.long
 def test_a_stage_of_the_plan_runs_on_the_cpu(name: str, tmp_path: Path) -> None:
     module, _, rest = name.partition(".")
@@ -90,3 +93,15 @@ def test_the_table_of_a_card_has_every_number_and_what_is_wrong(tmp_path: Path) 
 
 def test_a_plan_runs_only_the_commands_that_were_asked_for() -> None:
     assert [number for number, _, _ in plan.chosen([2, 5])] == [2, 5] and len(plan.chosen(())) == 5
+
+
+def test_a_product_that_cannot_be_is_told_and_the_others_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*args: Any, **options: Any) -> None:
+        raise RuntimeError("only scales of whole tensors\nat a line")
+
+    monkeypatch.setattr(torch, "_scaled_mm", refuse)
+    found = Found(tmp_path / "found.json")
+    importlib.import_module("tests.gpu.micro").run(CPU, found)
+    assert len(found.numbers) == 5 and not found.problems
+    assert "64 x 32 by 96, float8: only scales of whole tensors" in found.left_out
+    assert all(numbers["bf16"] > 0 for name, numbers in found.numbers.items() if " by " in name)

@@ -58,12 +58,15 @@ def test_a_step_launches_as_much_on_64_ranks_as_on_8_and_its_loss_is_that_of_the
     assert launches[8] == launches[64], launches
 
 
-def test_fsdp2_begins_from_the_weights_of_the_model(bench: Any) -> None:
+@pytest.mark.parametrize("name", ["fsdp2", pytest.param("fsdp2 titan", marks=pytest.mark.slow)])
+def test_fsdp2_begins_from_the_weights_of_the_model(bench: Any, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda fn, **more: real(fn, backend="eager"))
     size = replace(bench.gpu_worker.DRY, depth=1)
     plain, batch = bench.peers.Torch(bench.model.make(size)), bench.model.rows(size, 0)
     plain.step(batch)
     with joined(bench, 8) as truth:
-        worker = bench.gpu_worker.Worker("fsdp2", size, "fp32", truth)
+        worker = bench.gpu_worker.Worker(name, size, "fp32", truth)
         assert worker.step(batch)["loss"] == pytest.approx(float(plain.loss), rel=1e-6)
 
 
