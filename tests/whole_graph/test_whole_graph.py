@@ -133,6 +133,28 @@ def test_replays_have_the_bits_of_eager_steps(case: str, ranks: int) -> None:
     assert any(graphed.skipped) == (case == "skips")
 
 
+@pytest.mark.parametrize("options", [{}, {"accumulate": 2}, {"remat": "all", "clip_norm": 0.1}], ids=str)
+def test_the_footprint_knows_what_a_graph_holds(options: dict[str, Any]) -> None:
+    """The most that its pool gives at once, up to what pads items to 256 bytes, and the copy of the batch."""
+
+    def rank() -> tuple[Any, int, int]:
+        mesh, device = on(fs.make_mesh((2,), ("shard",)))
+        plan, opt = cases.planned(mesh), fs.optim.sgd(2.0**-6)
+        state = fs.init_state(plan, opt, params=cases.params())
+        step = fs.make_train_step(cases.loss, opt, plan, schedule=GRAPH, **options)
+        batch = tree.map(lambda x: x.repeat(16, 1), cases.batch(0, mesh))
+        for _ in range(4):
+            state, _ = step(state, batch)
+        graph = next(each for each in step._runner.held if each.replay is not None)
+        copied = sum(x.nbytes for x in tree.leaves(graph.batch))
+        return step.trace(batch).footprint, device.graphs[0].most, copied
+
+    with capturing() as on:
+        found, most, copied = fs.virtual_mesh((2,), ("shard",), device="cpu").run(rank)[0]
+    assert copied <= found.graph_bytes <= found.peak_bytes and "; a graph holds" in str(found)
+    assert found.graph_bytes - copied == pytest.approx(most, rel=0.05)
+
+
 def test_states_are_read_and_steps_repeated_between_replays() -> None:
     """The update that waits is applied where the state is read; a step that failed is made again."""
 

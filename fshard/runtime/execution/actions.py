@@ -178,28 +178,19 @@ class Actions:
                 return f" (unit {slots.group.unit}: {', '.join(paths[:4])}{more})"
         return ""
 
-    def apply(self, groups: Sequence[int]) -> None:
-        """Update the shards of these groups, if a step left an update for them."""
-        if self.update is None:
+    def apply(self, groups: Sequence[int], over: bool = True) -> None:
+        """Update the shards of these groups, if a step left an update for them; without ``over`` on the side stream."""
+        update = self.update
+        if update is None:
             return
-        if self.aside is None:
-            self._apply(self.update, groups)
+        if self.aside is not None and over:
+            with self.aside.after(events(self.comms.plan.mesh.device)):
+                try:
+                    self.apply(groups, over=False)
+                finally:
+                    handle = CopyHandle(self.aside, (self.aside.record(),))
+                    self.handles.update({("update", group): handle for group in groups})
             return
-        with self.aside.after(events(self.comms.plan.mesh.device)):
-            try:
-                self._apply(self.update, groups, over=False)
-            finally:
-                over = CopyHandle(self.aside, (self.aside.record(),))
-                self.handles.update({("update", group): over for group in groups})
-
-    def _updated(self, group: int) -> None:
-        """Wait for an update beside compute. Its gradient was made for the compute stream, and can go only now."""
-        handle = self.handles.pop(("update", group), None)
-        if handle is not None and self.update is not None:
-            handle.wait()
-            self.update.release((group,))
-
-    def _apply(self, update: Update, groups: Sequence[int], over: bool = True) -> None:
         for group in groups if update.own else ():
             self.gradients.ready(group)
         update.apply(groups, over)
@@ -208,6 +199,13 @@ class Actions:
             layout = self.slots.groups[group].group
             if not layout.gathered and layout.opt_parts == 1:
                 self.resident.read(layout)
+
+    def _updated(self, group: int) -> None:
+        """Wait for an update beside compute. Its gradient was made for the compute stream, and can go only now."""
+        handle = self.handles.pop(("update", group), None)
+        if handle is not None and self.update is not None:
+            handle.wait()
+            self.update.release((group,))
 
     def complete(self, update: Update) -> None:
         """Gather what other ranks updated, before a step that runs on demand. Collective."""
