@@ -51,6 +51,21 @@ cudnn_benchmark = torch._C._get_cudnn_benchmark
 # Products in float8.
 scaled_mm: Callable[..., torch.Tensor] = torch._scaled_mm
 
+
+_GROUP_METHODS = {
+    "all_gather_single": "_allgather_base",
+    "all_gather_single_coalesced": "allgather_into_tensor_coalesced",
+    "reduce_scatter_single": "_reduce_scatter_base",
+    "all_to_all_single": "alltoall_base",
+}
+
+
+def group_method(group: Any, name: str) -> Callable[..., Any]:
+    """A collective of a process group by its name in PyTorch 2.13, which renamed it."""
+    found: Callable[..., Any] = getattr(group, name, None) or getattr(group, _GROUP_METHODS[name])
+    return found
+
+
 # Base classes of modules.
 BatchNorm = batchnorm._BatchNorm
 NormBase = batchnorm._NormBase

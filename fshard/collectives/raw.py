@@ -12,7 +12,6 @@ from torch import Tensor
 
 from fshard.collectives.ranks import Ranks
 from fshard.runtime.comm import Handle
-from fshard.runtime.comm.device_streams import events
 from fshard.runtime.comm.row_sums import sum_rows
 
 Finish = Callable[[], Tensor]
@@ -27,7 +26,7 @@ def gather(group: Ranks, x: Tensor) -> Finish:
     out = flat.new_empty((group.size, flat.numel()))
     if x.numel() == 0:
         return lambda: x.new_empty((group.size, *x.shape))
-    handle = group.comm.all_gather(_bytes(out), _bytes(flat), events(x.device))
+    handle = group.comm.all_gather(_bytes(out), _bytes(flat))
     return _after(handle, lambda: _by_group(group, out).view(group.size, *x.shape))
 
 
@@ -37,7 +36,7 @@ def exchange(group: Ranks, rows: Tensor) -> Finish:
     out = torch.empty_like(flat)
     if rows.numel() == 0:
         return lambda: out
-    handle = group.comm.all_to_all(_bytes(out), _bytes(flat), None, None, events(rows.device))
+    handle = group.comm.all_to_all(_bytes(out), _bytes(flat), None, None)
     return _after(handle, lambda: _by_group(group, out))
 
 
@@ -52,7 +51,7 @@ def ragged(group: Ranks, rows: Tensor, send: Sequence[int], receive: Sequence[in
         parts = torch.split(flat, [count * width for count in send])
         flat = torch.cat([parts[rank] for rank in _inverse(place)])
     out = flat.new_empty(sum(arriving))
-    handle = group.comm.all_to_all(out, flat, arriving, sizes, events(rows.device))
+    handle = group.comm.all_to_all(out, flat, arriving, sizes)
 
     def result() -> Tensor:
         parts = torch.split(out, arriving)
@@ -78,7 +77,7 @@ def permute(group: Ranks, x: Tensor, pairs: Sequence[tuple[int, int]]) -> Finish
         out = arriving = torch.empty_like(flat)
     if flat.numel() == 0:
         return lambda: x.clone()
-    handle = group.comm.all_to_all(arriving, flat if any(send) else flat[:0], receive, send, events(x.device))
+    handle = group.comm.all_to_all(arriving, flat if any(send) else flat[:0], receive, send)
     return _after(handle, lambda: out.view(x.dtype).view(x.shape))
 
 
@@ -93,9 +92,7 @@ def scatter_sum(group: Ranks, rows: Tensor) -> Finish:
     # The communicator may overwrite what it is given.
     flat = flat.clone() if flat.data_ptr() == rows.data_ptr() else flat
     out = torch.empty_like(flat[0])
-    handle = group.comm.reduce_scatter(
-        out.view(-1), flat.view(-1), torch.empty_like(flat).view(-1), False, events(rows.device)
-    )
+    handle = group.comm.reduce_scatter(out.view(-1), flat.view(-1), torch.empty_like(flat).view(-1), False)
     return _after(handle, lambda: out)
 
 

@@ -17,7 +17,6 @@ from fshard.collectives.ranks import Ranks
 from fshard.errors import CheckpointError, PlanError, TreeError, lines, no_processes, unknown_axis
 from fshard.interchange.rename import RenameLike, apply_rules
 from fshard.runtime.comm import Communicator, all_ranks_or_raise, enter, mesh_communicator
-from fshard.runtime.comm.device_streams import events
 from fshard.runtime.comm.facts import compare, facts_of
 from fshard.sharding.layout import Piece
 from fshard.sharding.mesh import Axes, Mesh
@@ -141,7 +140,7 @@ def _gather_slab(
     part = exchange_pieces(ranks, mine, item.have, [Piece(low, shape, a, b) for a, b in cuts])
     part = torch.cat([part, part.new_zeros(width - part.numel())]) if part.numel() < width else part
     slab = out if width * ranks.size == count else part.new_empty(width * ranks.size)
-    comm.all_gather(slab.view(torch.uint8), part.view(torch.uint8), events(mine.device)).wait()
+    comm.all_gather(slab.view(torch.uint8), part.view(torch.uint8)).wait()
     if slab.numel() != count:
         out.copy_(slab[:count])
 
@@ -216,7 +215,7 @@ def _all_to_all(ranks: Ranks, empty: Tensor, sent: list[list[Tensor]], places: l
     flat = torch.cat([view.reshape(-1) for views in sent for view in views] or [empty])
     arrived = flat.new_empty(sum(receive) // width)
     data = arrived.view(torch.uint8), flat.view(torch.uint8)
-    ranks.comm.all_to_all(*data, receive, send, events(flat.device)).wait()
+    ranks.comm.all_to_all(*data, receive, send).wait()
     at = 0
     for place in (place for row in places for place in row):
         place.copy_(arrived[at : at + place.numel()].view(place.shape))

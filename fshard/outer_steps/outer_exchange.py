@@ -16,7 +16,7 @@ from fshard.optim.contract import contract
 from fshard.outer_steps.fragments import HEAD, Fragment, Range
 from fshard.outer_steps.outer_buffers import DELTA, OUTER, Outer
 from fshard.runtime.comm import Communicator, Handle, exchange, mesh_communicator
-from fshard.runtime.comm.device_streams import events, in_use
+from fshard.runtime.comm.device_streams import in_use
 from fshard.runtime.comm.packing import pack, unpack_sum
 from fshard.runtime.comm.row_sums import sum_rows
 from fshard.runtime.execution import Shard, Shards
@@ -141,7 +141,7 @@ class Exchange:
         else:
             sent[HEAD:].view(value.dtype).copy_(value)
         rows = sent.new_empty(mesh.replicas * sent.numel())
-        work = self.between().all_gather(rows, sent, events(mesh.device))
+        work = self.between().all_gather(rows, sent)
         return FragmentFlight(number, step, rows, sent, work)
 
     def between(self) -> Communicator:

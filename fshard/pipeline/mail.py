@@ -10,7 +10,6 @@ from fshard.errors import ScheduleError
 from fshard.pipeline.rank_program import Lane, MessageKind
 from fshard.pipeline.stage_sums import StageSums
 from fshard.runtime.comm.communicator import Communicator, Handle, Transport
-from fshard.runtime.comm.device_streams import events
 from fshard.runtime.execution.actions import Actions
 from fshard.runtime.execution.route import Run
 from fshard.schedule.ops import Op
@@ -99,7 +98,7 @@ class Mail:
             peer = sorted((kind.sender, kind.receiver)).index(peer)
         into, sent = (x.detach().contiguous().view(-1).view(torch.uint8) for x in (out, full))
         receive, send = ([len(x) if at == peer else 0 for at in range(comm.size)] for x in (into, sent))
-        return comm.all_to_all(into, sent, receive, send, events(self.mesh.device))
+        return comm.all_to_all(into, sent, receive, send)
 
 
 class MailActions:

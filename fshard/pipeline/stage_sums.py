@@ -6,7 +6,6 @@ from functools import partial
 from torch import Tensor
 
 from fshard.runtime.comm.communicator import Communicator, Handle, Transport
-from fshard.runtime.comm.device_streams import events
 from fshard.runtime.execution.route import Run
 from fshard.runtime.memory.gradients import FlatGradients
 from fshard.schedule.ops import Op
@@ -65,7 +64,7 @@ class StageSums:
         places = [held.index(p) if alone else p for p in held if p != self.position]
         sizes = [mine.numel() if at in places else 0 for at in range(comm.size)]
         sent, received = mine.repeat(len(places)), mine.new_empty(len(places) * mine.numel())
-        handle = comm.all_to_all(received, sent, sizes, sizes, events(mine.device))
+        handle = comm.all_to_all(received, sent, sizes, sizes)
         self._under_way[group] = handle, received
 
     def _finish(self, group: int) -> None:

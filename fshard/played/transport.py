@@ -157,19 +157,19 @@ class VirtualCommunicator:
         """The number of ranks."""
         return len(self.members)
 
-    def all_gather(self, out: Tensor, shard: Tensor, after: Events = ()) -> Handle:
+    def all_gather(self, out: Tensor, shard: Tensor, after: Events = None) -> Handle:
         """Copy every shard to every rank."""
         return self._arrive(f"all-gather of {_size(shard)}", {"out": out, "full": shard}, _all_gather)
 
-    def reduce_scatter(self, out: Tensor, full: Tensor, stage: Tensor, add: bool, after: Events = ()) -> Handle:
+    def reduce_scatter(self, out: Tensor, full: Tensor, stage: Tensor, add: bool, after: Events = None) -> Handle:
         """Add the chunks of all ranks in their order."""
         return self._arrive(f"reduce-scatter of {_size(full)}", {"out": out, "full": full, "add": add}, _reduce_scatter)
 
-    def all_reduce(self, buffer: Tensor, after: Events = ()) -> Handle:
+    def all_reduce(self, buffer: Tensor, after: Events = None) -> Handle:
         """Add the buffers of all ranks in their order."""
         return self._arrive(f"all-reduce of {_size(buffer)}", {"out": buffer}, _all_reduce)
 
-    def all_to_all(self, out: Tensor, full: Tensor, receive: Sizes, send: Sizes, after: Events = ()) -> Handle:
+    def all_to_all(self, out: Tensor, full: Tensor, receive: Sizes, send: Sizes, after: Events = None) -> Handle:
         """Copy each chunk to its rank."""
         equal = [full.numel() // self.size] * self.size
         part = {"out": out, "full": full, "receive": receive or equal, "send": send or equal}

@@ -119,6 +119,6 @@ class ProofStep(TrainStep):
     ) -> tuple[TrainState, Metrics]:
         self.seen, self.divided = outcome.verdict, outcome.divided
         self.outputs.drop()
-        if self.options.running.policy.update == "deferred":
+        if self.options.running.policy.update != "in_backward":
             self.kept = {group: grad.detach().clone() for group, grad in self._decide.grads.shards.items()}
         return super()._conclude(state, update, outcome, asked, ran)

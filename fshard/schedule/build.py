@@ -5,7 +5,8 @@ calls, ``backward root``; and the code between passes. Everything else is placed
 all-gather what the computes k to k+prefetch read and is not there, each pending update ahead of its group's first
 all-gather; wait for what k reads. Groups that are not gathered are updated together, before the first compute. After
 compute k: free what it read, unless the next window reads it again; and let the gradients that it completed begin
-their paths.
+their paths. Updates beside compute begin ``prefetch`` computes earlier, and are waited for before the gather, or the
+first reader.
 
 Code between passes is a compute op that reads no gathered group. What it makes is requested after it, and the gradients
 that it reads are waited for right before it.
@@ -152,15 +153,21 @@ class _Builder:
             reads = self.reads[self.edge]
             if self.edge > k + 1 and self._updates_under_way(reads):
                 break
+            self.updates.up_to(self.edge, self.reads)
             for g in reads:
                 self._request(g)
             self.edge += 1
+        self.updates.up_to(k + 2 * self.policy.prefetch, self.reads)
         if k == 0:
             # Together, so that one kernel call can do them all, and behind the first gathers, which hide them.
             for g, read in enumerate(self.read):
-                if read is None:
+                if read is None and self.updates.beside:
+                    if not self.uses[g]:
+                        self.updates.ahead(g)
+                elif read is None:
                     self.updates.first(g)
         for g in self.reads[k]:
+            self.updates.first(g)
             self.updates.share(g)
             read = self.read[g]
             if self.state[g] == "coming" and read is not None:

@@ -12,7 +12,17 @@ from fshard import errors
 from fshard.schedule import schedule_refusals
 from fshard.schedule.check_activations import ActivationCheck
 from fshard.schedule.check_edges import EdgeCheck
-from fshard.schedule.ops import COMPUTE_KINDS, LOCAL, ROOT, STEP_KINDS, Op, call_kinds, microbatch_kinds, op_kinds
+from fshard.schedule.ops import (
+    COMPUTE_KINDS,
+    LOCAL,
+    ROOT,
+    STEP_KINDS,
+    UPDATED,
+    Op,
+    call_kinds,
+    microbatch_kinds,
+    op_kinds,
+)
 from fshard.schedule.progress import GroupProgress, Progress, parts_of, tracks_of
 from fshard.schedule.schedule import Schedule
 from fshard.schedule.step_program import Local
@@ -79,13 +89,11 @@ class _Run:
             yield from self.activations.take(at, op, self.done)
         elif op.kind == "consensus":
             yield from self._consensus(at)
-        elif op.kind in STEP_KINDS:
-            return
-        elif op.kind == "update":
-            yield from self._update(at, op, self.groups[op.target])
+        elif op.kind in ("update", UPDATED):
+            yield from (self._updated if op.kind == UPDATED else self._update)(op, self.groups[op.target])
         elif op.kind in ("free", "reshard"):
             yield from self._free(op, self.groups[op.target])
-        else:
+        elif op.kind not in STEP_KINDS:
             yield from self._transfer(at, op, self.groups[op.target])
 
     def leftover(self) -> tuple[int, str]:
@@ -151,7 +159,7 @@ class _Run:
     def _replaced(self, group: GroupProgress) -> Iterator[str]:
         """Say which pending updates still need the gradient that the step before has left."""
         for name in group.readers:
-            if self._updates_first(self.groups[name]) and self.groups[name].updated_at < 0:
+            if self._updates_first(self.groups[name]) and self.groups[name].update != "over":
                 yield f"{name}'s pending update needs the gradient that this one replaces"
 
     def _readable(self, name: str, unit: str) -> Iterator[str]:
@@ -164,7 +172,7 @@ class _Run:
     def _stale(self, name: str, group: GroupProgress, what: str) -> Iterator[str]:
         """List what is wrong if the parameters of a group are used now."""
         if self._updates_first(group):
-            if group.updated_at < 0:
+            if group.update != "over":
                 yield f"{what} before its pending update"
             if not group.shared:
                 yield f"{what} before the ranges that other ranks updated are there"
@@ -238,7 +246,7 @@ class _Run:
             if progress.before.over < self._times(group, progress.before, microbatch):
                 yield f"{progress.before.transfer.kind} of {name} must be waited for before"
         elif progress.transfer.row.stage == "updated":
-            if group.updated_at < 0:
+            if group.update != "over":
                 yield f"{name} is sent before its update"
         else:
             completes = group.fill.completes[microbatch]
@@ -291,16 +299,16 @@ class _Run:
         self.held.pop(op.target, None)
 
     def _updates_first(self, group: GroupProgress) -> bool:
-        return group.updates and self.policy.update == "deferred"
+        return group.updates and self.policy.update != "in_backward"
 
-    def _update(self, at: int, op: Op, group: GroupProgress) -> Iterator[str]:
+    def _update(self, op: Op, group: GroupProgress) -> Iterator[str]:
         last = group.fill.last
         if not group.updates:
             why = "has no pending update" if group.info.trainable else "is frozen"
             yield f"{op.target} {why if self.schedule.train else 'is not trained in an eval step'}"
-        if group.updated_at >= 0:
-            yield f"{op.target} was updated at op {group.updated_at}"
-        if self.policy.update == "deferred":
+        if group.update:
+            yield f"{op.target} was updated before"
+        if self.policy.update != "in_backward":
             if group.passed or group.gathered_at >= 0:
                 yield f"{op.target} was gathered or read before its pending update"
         elif group.next_use is not None:
@@ -309,7 +317,12 @@ class _Run:
             yield from self._incomplete(op.target, group)
         elif self.done <= group.fill.completes[last]:
             yield f"{op.target} has no gradient of microbatch {last} yet"
-        group.updated_at = at
+        group.update = "under way" if self.policy.update == "beside" else "over"
+
+    def _updated(self, op: Op, group: GroupProgress) -> Iterator[str]:
+        if group.update != "under way":
+            yield f"no update of {op.target} is under way"
+        group.update = "over"
 
     def _incomplete(self, name: str, group: GroupProgress) -> Iterator[str]:
         """Return what of a gradient's path is not over."""
@@ -327,7 +340,7 @@ class _Run:
         yield from self._part_over()
         for name, group in self.groups.items():
             yield from self._incomplete(name, group)
-            if group.updates and group.updated_at < 0:
+            if group.updates and group.update != "over":
                 yield f"{name} was not updated"
             if not group.shared:
                 yield f"{name}'s updated ranges are not there"

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fshard.schedule import schedule_refusals
 from fshard.schedule.costs import COPIED, Costs, Noise
-from fshard.schedule.ops import STEP_KINDS, Op
+from fshard.schedule.ops import STEP_KINDS, UPDATED, Op
 from fshard.schedule.schedule import Schedule
 from fshard.schedule.transfers import Transfer, awaited, started
 from fshard.sharding.mesh import Mesh
@@ -48,6 +48,7 @@ class Clock:
         self.queues: dict[str, Time] = {}  # when a link has carried all that was issued
         self.copied: dict[str, Time] = {}  # when the copies of a direction are done
         self.under_way: dict[tuple[str, str, int], Time] = {}  # when a transfer arrives
+        self.beside = any([op.kind == UPDATED for op in schedule])
         self.ticks = Ticks()
 
     def run(self) -> Ticks:
@@ -85,6 +86,13 @@ class Clock:
         seconds, start = self.costs.of_op(op.kind, op.target), self.now
         if started(op.kind) is not None:
             return self._start(op, seconds)
+        if op.kind == "update" and self.beside:  # on a stream of its own, one after the other
+            begin = self.larger(start, self.queues.get(UPDATED, 0.0))
+            self.queues[UPDATED] = self.under_way["update", op.target, 0] = begin + seconds * self.factor(op)
+            return begin, self.queues[UPDATED]
+        if op.kind == UPDATED:
+            self.now = self.larger(self.now, self.under_way.pop(("update", op.target, 0)))
+            return start, self.now
         row = awaited(op.kind)
         if row is not None:
             if (row.name, op.target, op.index) not in self.under_way:

@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from fshard import markup
 from fshard.arguments import size_text
@@ -48,6 +48,8 @@ class Footprint:
 
     The peak is at op number ``op``, which is ``where``. Gradients include their staging and their shards.
     ``host_bytes`` are those of activations in the memory of the host, at most; they are in no other number.
+    ``graph_bytes`` are those that a captured step also holds between steps: its copy of the batch, which is in the
+    peak, and the pool of its graph, as large as what the step makes at its peak.
     """
 
     peak_bytes: int
@@ -57,6 +59,7 @@ class Footprint:
     gradient_bytes: int
     activation_bytes: int
     host_bytes: int = 0
+    graph_bytes: int = 0
 
     def __str__(self) -> str:
         return (
@@ -67,7 +70,8 @@ class Footprint:
 
     @property
     def _hosted(self) -> str:
-        return f"; activations on the host {size_text(self.host_bytes)}" if self.host_bytes else ""
+        hosted = f"; activations on the host {size_text(self.host_bytes)}" if self.host_bytes else ""
+        return hosted + (f"; a graph holds {size_text(self.graph_bytes)} of it" if self.graph_bytes else "")
 
     def _repr_html_(self) -> str:
         parts = [
@@ -80,7 +84,7 @@ class Footprint:
         return markup.shown(title, markup.table(["", "bytes", ""], rows))
 
 
-def footprint(schedule: Schedule, needs: Sequence[Need], graphs: bool = False) -> Footprint:
+def footprint(schedule: Schedule, needs: Sequence[Need], graphs: bool = False, batch: int = 0) -> Footprint:
     """The peak of a step, given the needs of one microbatch's compute ops; every microbatch is taken to need the same.
 
     Where microbatches take turns, as in a pipeline, what parts of several hold adds up (``Need.part``).
@@ -89,7 +93,7 @@ def footprint(schedule: Schedule, needs: Sequence[Need], graphs: bool = False) -
     ``graphs`` it is an item from the begin of the op, and the need has no gradients of leaves beside it, where no other
     call reads the group: else autograd adds up gradients of leaves there, too. Gradients that wait beside the flat one
     while others are added (``fill:``), and one that is flat at once (``shard:``), do so at the end of their op; what
-    graphs write has none of the former.
+    graphs write has none of the former. ``batch`` are the bytes of the batch, which a captured step copies.
     """
     memory, done = schedule.memory, 0
     order = schedule.stages.spread(range(len(schedule.stages.computes)))
@@ -114,8 +118,16 @@ def footprint(schedule: Schedule, needs: Sequence[Need], graphs: bool = False) -
         best = max(best, (held + beside, -at, beside, held))
     total, at, beside, held = best
     where = str(schedule[-at]) if len(schedule) else "none"
-    hosted = _hosted(schedule, needs)
-    return Footprint(memory.arena_bytes + max(total, 0), -at, where, memory.arena_bytes, beside, held, hosted)
+    peak, hosted = memory.arena_bytes + max(total, 0), _hosted(schedule, needs)
+    found = Footprint(peak, -at, where, memory.arena_bytes, beside, held, hosted)
+    return _captured(schedule, found, total, batch) if schedule.policy.graph == "step" else found
+
+
+def _captured(schedule: Schedule, found: Footprint, made: int, batch: int) -> Footprint:
+    """With what a graph holds: the batch, and the pool of all that the step makes and has not from before."""
+    memory, whole = schedule.memory, ((0, len(schedule) - 1),)
+    kept = sum([memory.sizes[item] for item, spans in memory.lifetimes.items() if spans == whole])
+    return replace(found, peak_bytes=found.peak_bytes + batch, graph_bytes=batch + max(made - kept, 0))
 
 
 def _hosted(schedule: Schedule, needs: Sequence[Need]) -> int:

@@ -6,6 +6,7 @@ op              target   meaning
 handshake                ranks compare the schedule's hash and the signature of the batch; the first op
 update          group    apply the optimizer update to this rank's shard: the one that the previous step left
                          (deferred), or this step's own (in_backward)
+wait update     group    the update, which runs on a stream of its own (beside), is over: its gradient can go
 free            group    the memory of the gathered parameters may be reused
 reshard         group    the same, but this rank keeps its secondary shard of them, for gathers over fewer axes
 forward         unit     a call of a unit runs; ``root`` is the code outside of units: the loss function is entered
@@ -40,7 +41,10 @@ LOCAL = "local"
 UNIT_KINDS = frozenset(("forward", "backward", "weight"))
 COMPUTE_KINDS = UNIT_KINDS | {LOCAL}
 STEP_KINDS = frozenset(("handshake", "consensus"))
-GROUP_KINDS = frozenset(("update", "free", "reshard"))
+UPDATED = "wait update"
+"""The kind of ops that wait for updates beside compute."""
+
+GROUP_KINDS = frozenset(("update", UPDATED, "free", "reshard"))
 """Ops on a group besides those of transfers."""
 
 

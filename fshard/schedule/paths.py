@@ -9,20 +9,26 @@ from collections import deque
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from fshard.schedule.ops import Op
+from fshard.schedule.ops import UPDATED, Op
 from fshard.schedule.schedule import Schedule
 from fshard.schedule.step_program import Local, Pass
 from fshard.schedule.transfers import KINDS, Transfer
 
 
 class Updates:
-    """Emits the updates of groups, and the transfers that each makes necessary: ``sharing`` are those under way."""
+    """Emits the updates of groups, and the transfers that each makes necessary: ``sharing`` are those under way.
+
+    Updates beside compute are waited for; ``running`` are those that were not yet.
+    """
 
     def __init__(self, bare: Schedule, ops: list[Op]) -> None:
         self.groups, self.ops = bare.groups, ops
         updates = bare.stages.updates
         self.after = [group.at("updated") if g in updates else () for g, group in enumerate(bare.groups)]
-        self.pending = set(updates) if bare.policy.update == "deferred" else set()
+        self.pending = set(updates) if bare.policy.update != "in_backward" else set()
+        self.beside = bare.policy.update == "beside"
+        self.running: dict[int, None] = {}
+        self.edge = 0  # updates of what computes before it read have begun
         self.reading: dict[int | None, list[int]] = {}  # which updates read a gradient
         for group, gradient in updates.items():
             self.reading.setdefault(gradient, []).append(group)
@@ -34,11 +40,29 @@ class Updates:
         What they have changed is then on its way to other ranks while the first ones are gathered and compute.
         """
         for g in order:
+            if self.after[g] and self.beside:
+                self.ahead(g)
+        for g in order:
             if self.after[g]:
                 self.first(g)
 
     def first(self, group: int) -> None:
         """Update before a group is used, where the update is the one that the step before has left."""
+        self.ahead(group)
+        if group in self.running:
+            del self.running[group]
+            self._emit(UPDATED, group)
+            self._begin_share(group)
+
+    def up_to(self, last: int, reads: Sequence[Sequence[int]]) -> None:
+        """Begin updates of what the computes up to this one read, where they run beside compute."""
+        while self.beside and self.edge <= min(last, len(reads) - 1):
+            for group in reads[self.edge]:
+                self.ahead(group)
+            self.edge += 1
+
+    def ahead(self, group: int) -> None:
+        """Begin an update that the step before has left; one beside compute is not over then."""
         if group in self.pending:
             self.pending.discard(group)
             self.issue(group)
@@ -51,6 +75,12 @@ class Updates:
     def issue(self, group: int) -> None:
         """Update, and begin to send what this rank has changed."""
         self._emit("update", group)
+        if self.beside:
+            self.running[group] = None
+        else:
+            self._begin_share(group)
+
+    def _begin_share(self, group: int) -> None:
         if self.after[group]:
             self._emit(self.after[group][0].kind, group)
             self.sharing[group] = self.after[group]
@@ -64,6 +94,8 @@ class Updates:
 
     def finish(self) -> None:
         """The step ends: wait for what is under way."""
+        for group in list(self.running):
+            self.first(group)
         for group in list(self.sharing):
             self.share(group)
 

@@ -8,7 +8,7 @@ from fshard.schedule import schedule_refusals
 from fshard.schedule.ops import ROOT
 from fshard.schedule.step_program import StepProgram
 
-UPDATES = ("deferred", "in_backward")
+UPDATES = ("deferred", "beside", "in_backward")
 ACCUMULATIONS = ("sharded", "full")
 GRAPHS = ("none", "step")
 SPACE = "\\u0020"
@@ -109,7 +109,9 @@ class Policy:
             its forward in any case, as far as ``prefetch`` reaches: it is all there at the first backward
             anyway, so to free and gather it would save no memory.
         update: ``"deferred"`` leaves the optimizer update to the next step, which applies it group by group
-            before its gathers: the step is atomic and global clipping exact. ``"in_backward"`` applies it as
+            before its gathers: the step is atomic and global clipping exact. ``"beside"`` does the same on a
+            stream of its own on a GPU, beside compute, each update ``prefetch`` computes before its gather: the same
+            bits, not timed on a GPU yet. ``"in_backward"`` applies it as
             soon as a group's last gradient is reduced: nothing waits, and no step can be undone.
         accumulation: with several microbatches, ``"sharded"`` reduces each one's gradients and adds up this
             rank's shards of them. ``"full"`` adds up whole gradients and reduces once, in the last microbatch

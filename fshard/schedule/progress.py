@@ -65,7 +65,7 @@ class GroupProgress:
     slot: str = "free"  # or "coming", "live"
     second: bool = False  # this rank keeps a part of it
     gathered_at: int = -1
-    updated_at: int = -1
+    update: str = ""  # or "under way", "over"
     path: Sequence[Progress] = ()  # of its gradient
     shares: Sequence[Progress] = ()  # after its update
     progress: Mapping[str, Progress] = field(default_factory=dict)  # both, by kind

@@ -14,7 +14,8 @@ with deferred updates is in the next step, or for its way to host memory. Until 
 autograd made, a tensor a leaf; the flat one is filled then, so that for a moment there are two. That is ``leaf:g``,
 less what the transfer itself begins. Where another backward fills the gradient before that, the flat one is filled in
 that op: those that waited and the new ones are ``fill:g``. ``update:g`` is what comes out of host memory for an update
-on the device, and what the update makes, from the first of the updates that run together with it to its own.
+on the device, and what the update makes, from the first of the updates that run together with it to its own, or to the
+wait for one beside compute, where the gradient ends, too.
 ``left:g`` is what rounding leaves out of a sum over replicas, and waits for the update as
 the sum does. A gradient for which no update waits ends with the last code between passes that reads it, or with the
 step where none does. The gradient of a group without transfers is its ``shard:g`` from the first backward op of a
@@ -39,7 +40,7 @@ from operator import add
 from fshard.arguments import size_text
 from fshard.schedule import schedule_refusals
 from fshard.schedule.offsets import Span, pack, profile
-from fshard.schedule.ops import LOCAL, ROOT, GroupInfo, Op
+from fshard.schedule.ops import LOCAL, ROOT, UPDATED, GroupInfo, Op
 from fshard.schedule.step_program import Pass, StepProgram
 from fshard.schedule.transfers import EDGE, HOST, SECOND, STATE, Transfer, awaited, started
 
@@ -140,14 +141,16 @@ def plan_memory(
 def update_runs(ops: Sequence[Op], groups: Sequence[GroupInfo]) -> list[range]:
     """Updates that follow each other and run together, at the first of them: the numbers of their ops.
 
-    What they take is there at once, so updates that take more than ``TOGETHER`` run alone.
+    What they take is there at once, so updates that take more than ``TOGETHER`` run alone. So do those beside compute,
+    each of which is waited for.
     """
+    alone = any([op.kind == UPDATED for op in ops])
     sizes, runs, held = {group.name: group.update_bytes for group in groups}, list[range](), 0
     for at, op in enumerate(ops):
         if op.kind != "update":
             continue
         held += sizes[op.target]
-        if runs and runs[-1].stop == at and held <= TOGETHER:
+        if runs and runs[-1].stop == at and held <= TOGETHER and not alone:
             runs[-1] = range(runs[-1].start, at + 1)
         else:
             runs.append(range(at, at + 1))
@@ -265,10 +268,10 @@ class _Lives:
                 self.born.setdefault(f"second:{group.name}", at)
             elif f"second:{group.name}" in self.born:
                 yield self.end(f"second:{group.name}", group.second_bytes, at)
-        elif op.kind == "update":
-            yield from self._update(at, group)
+        elif op.kind in ("update", UPDATED) and at in self._together:
+            yield from self._updated(at, group)
 
-    def _update(self, at: int, group: GroupInfo) -> Ended:
+    def _updated(self, at: int, group: GroupInfo) -> Ended:
         gradient = self.reads.get(group.name)
         item = self._kept(gradient) if gradient else ""
         if gradient and item:  # deferred: the gradient is that of the step before
@@ -282,8 +285,10 @@ class _Lives:
 
     @functools.cached_property
     def _together(self) -> dict[int, int]:
-        """The first of the updates that run together with each."""
-        return {at: run.start for run in update_runs(self.ops, self.groups) for at in run}
+        """The first of the updates that run together with each; or its own begin, by its wait."""
+        begun = {op.target: at for at, op in enumerate(self.ops) if op.kind == "update"}
+        waited = {at: begun.get(op.target, at) for at, op in enumerate(self.ops) if op.kind == UPDATED}
+        return waited or {at: run.start for run in update_runs(self.ops, self.groups) for at in run}
 
     def _local(self, at: int, op: Op) -> Ended:
         """Gradients that nothing reads after this code between passes."""

@@ -28,6 +28,7 @@ class Trace:
         graphs: whether unit graphs write gradients where they are flat.
         flops: floating-point operations of the model for one microbatch, without what is computed again; None where
             only a run has found the program, and for steps of parts.
+        batch_bytes: of the tensors of the batch, which a captured step copies.
 
     >>> import torch, fshard as fs
     >>> params = {"w": torch.ones(4), "idle": torch.ones(4)}
@@ -48,6 +49,7 @@ class Trace:
     communicators: tuple[tuple[str, Axes], ...] = field(default=(), repr=False)
     graphs: bool = field(default=False, repr=False)
     flops: int | None = field(default=None, repr=False)
+    batch_bytes: int = field(default=0, repr=False)
 
     @functools.cached_property
     def footprint(self) -> Footprint:
@@ -65,7 +67,7 @@ class Trace:
         """
         if not self.needs:
             raise _found_by_a_run("its memory cannot be foreseen")
-        return footprint(self.schedule, self.needs, self.graphs)
+        return footprint(self.schedule, self.needs, self.graphs, self.batch_bytes)
 
     @property
     def program_axes(self) -> tuple[Axes, ...]:

@@ -3,8 +3,12 @@
 import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, Protocol
 
+from torch import Tensor
+
+from fshard import tree
 from fshard.collectives.scope import bind
 from fshard.errors import PlanError
 from fshard.runtime.engine import Remat
@@ -111,7 +115,8 @@ class OneFunction(LatestRun):
             )
         if runner.programs.train and not found.weighted:
             check_even(batch, runner.programs.accumulate)
-        return runner.programs.trace(found, functools.partial(self._retraced, batch))
+        size = sum([x.nbytes for x in tree.leaves(batch) if isinstance(x, Tensor)])
+        return replace(runner.programs.trace(found, functools.partial(self._retraced, batch)), batch_bytes=size)
 
     def _retraced(self, batch: Any, remat: Remat) -> ProgramTrace | None:
         runner = self._runner

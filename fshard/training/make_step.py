@@ -18,6 +18,7 @@ from fshard.runtime.steps.float16 import scale_problems, warn_of_float16
 from fshard.runtime.steps.norm_sets import read_norms
 from fshard.runtime.steps.step_options import (
     SKIPS,
+    beside_problems,
     feedback_problems,
     flag_problems,
     late_problems,
@@ -123,6 +124,7 @@ def make_train_step(
         *step_problems(loss_fn, plan, clip, accumulate, policy),
         *late_problems(opt, policy, skip_norm, skip, skip_limit),
         *feedback_problems(plan, policy),
+        *beside_problems(plan, policy),
         *scale_problems(loss_scale, policy),
         *norm_problems(norms, policy),
         *bucket_problems(buckets, plan, policy.update == "in_backward"),

@@ -1,17 +1,24 @@
 """A device packs and unpacks with few kernels, whose number does not depend on that of ranks, and with the host's bits.
+A transfer over NCCL is one call.
 
 It is the host that runs them here: no GPU is needed to count them.
 """
 
 import math
+import sys
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
+from fshard.errors import CommError
 from fshard.runtime.comm import packing, row_sums
+from fshard.runtime.comm.device_streams import Stream
+from fshard.runtime.comm.nccl import NcclCommunicator
 from fshard.runtime.comm.packing import pack_rows, packed, unpack_rows, unpack_sum
+from fshard.runtime.execution.wires import rows_gathered
 from fshard.sharding.wire import FORMATS, WireFormat
 from tests.comm.test_packing import FORMS, IDS, OPTIONS, values
 from tests.shared.launches import Launches
@@ -101,3 +108,62 @@ def test_the_number_of_ranks_does_not_change_the_number_of_launches(
         counts.append({name: device.of(call) for name, call in calls.items()})
     assert max(count for each in counts for count in each.values()) <= MOST, counts
     assert counts[1] == counts[2], counts
+
+
+class Group:
+    """A process group of NCCL that notes its calls."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+
+    def __getattr__(self, name: str) -> Any:
+        def call(*args: Any) -> Any:
+            assert args[-1].asyncOp
+            self.calls.append(name)
+            return self
+
+        return call
+
+    def wait(self) -> None:
+        """The current stream waits."""
+
+
+COLLECTIVES = {
+    "all_gather_single": lambda comm, x: comm.all_gather(x, x[:4]),
+    "all_gather_single_coalesced": lambda comm, x: rows_gathered(comm, x, x[:4], 4),
+    "reduce_scatter_single": lambda comm, x: comm.reduce_scatter(x[:4], x, x, False),
+    "allreduce": lambda comm, x: comm.all_reduce(x),
+    "all_to_all_single": lambda comm, x: comm.all_to_all(x, x, None, None),
+}
+
+
+@pytest.mark.parametrize("name", COLLECTIVES)
+def test_a_transfer_over_nccl_is_one_call_and_makes_no_event(name: str) -> None:
+    """NCCL's stream waits for the current one by itself. The side stream, which is None here, is for given events."""
+    group, calls = Group(), list[str]()
+    if not hasattr(ProcessGroup, name):
+        pytest.skip(f"this PyTorch has another name for {name}")
+    comm = NcclCommunicator("c", 2, group, None)  # type: ignore[arg-type]
+    COLLECTIVES[name](comm, torch.zeros(8)).wait()  # makes the options
+    sys.setprofile(lambda frame, event, arg: calls.append(frame.f_code.co_name) if event == "call" else None)
+    try:
+        COLLECTIVES[name](comm, torch.zeros(8)).wait()
+    finally:
+        sys.setprofile(None)
+    assert group.calls == [name, name]
+    assert len(calls) <= 14, calls  # 46 with an event, a side stream and a call of torch.distributed
+    comm.close("over")
+    with pytest.raises(CommError, match="closed: over"):
+        COLLECTIVES[name](comm, torch.zeros(8))
+
+
+def test_a_collective_after_events_goes_by_the_side_stream() -> None:
+    seen = list[object]()
+
+    class Side(Stream):
+        def after(self, after: Any) -> Any:
+            seen.extend(after)
+            return super().after(after)
+
+    NcclCommunicator("c", 2, Group(), Side()).all_gather(torch.zeros(4), torch.zeros(2), (None,))
+    assert seen == [None]

@@ -204,10 +204,11 @@ def test_a_communicator_that_is_closed_meanwhile_never_takes_the_default_group(
     groups: list[Any] = []
     make, issued = (nccl_communicator if module is nccl else gloo_communicator), Recorder(groups).issued
     if module is nccl:
-        monkeypatch.setattr(nccl, "all_gather", lambda out, shard, group: issued(group=group))
-        monkeypatch.setattr(nccl, "reduce_scatter", lambda out, full, group: issued(group=group))
-    for name in ("all_reduce", "all_to_all_single"):
-        monkeypatch.setattr(module.dist, name, issued)
+        for name in ("all_gather", "reduce_scatter", "all_reduce", "all_to_all"):
+            monkeypatch.setattr(nccl, name, lambda *args: issued(group=args[-1]))
+    else:
+        for name in ("all_reduce", "all_to_all_single"):
+            monkeypatch.setattr(gloo.dist, name, issued)
     closers = refused = 0
     for line in range(60):
         comm, lines = make(groups), itertools.count()

@@ -83,16 +83,16 @@ def _right(
 ) -> None:
     """Whether the result is there after the wait, with a late input and with a late collective."""
     wide = torch.float32 if "reduce_scatter" in name else dtype
-    for late in ("input", "collective"):
+    for late in ("input", "input, without events", "collective"):
         for turn in range(2):  # the first makes NCCL's own communicator
             out = torch.full((COUNT,), before, dtype=wide, device=place.device)
             given = torch.full((COUNT,), -1.0, dtype=dtype, device=place.device)
             place.synchronize()
             clock = Clock()
-            if late == "input":
+            if late != "collective":
                 place.sleep(LATE)
             given.fill_(3.0)
-            after = (comm.stream.record(),)
+            after = None if late == "input, without events" else (comm.stream.record(),)
             if late == "collective":
                 with comm.stream.after(()):
                     place.sleep(LATE)
@@ -134,7 +134,7 @@ def _shows(place: Place, found: Found, comm: NcclCommunicator) -> None:
     place.synchronize()
     place.sleep(LATE)
     given.fill_(3.0)
-    handle = comm.all_gather(out, given)
+    handle = comm.all_gather(out, given, ())
     handle.wait()
     place.synchronize()
     found.check(
@@ -162,7 +162,7 @@ def _aborted(place: Place, found: Found, comm: NcclCommunicator) -> None:
     place.synchronize()
     with other.stream.after(()):
         place.sleep(10 * LATE)
-    other.all_gather(out, given)
+    other.all_gather(out, given, ())
     gone: Any = other.close("it is over")
     thread, clock = threading.Thread(target=gone.abort, daemon=True), Clock()
     thread.start()

@@ -76,7 +76,7 @@ def test_what_raises_is_a_problem_and_the_stage_goes_on(tmp_path: Path) -> None:
 def test_a_communicator_that_sends_something_else_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     real = lane.NcclCommunicator.all_gather
 
-    def halved(self: object, out: torch.Tensor, shard: torch.Tensor, after: object = ()) -> object:
+    def halved(self: object, out: torch.Tensor, shard: torch.Tensor, after: object = None) -> object:
         return real(self, out[: len(out) // 2], shard[: len(out) // 2], after)  # type: ignore[arg-type]
 
     monkeypatch.setattr(lane.NcclCommunicator, "all_gather", halved)

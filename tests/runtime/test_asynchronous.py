@@ -266,8 +266,8 @@ class Broken:
 def test_errors_that_come_late_name_the_collective(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("fshard.runtime.comm.nccl.all_gather", lambda out, shard, group: Broken())
     monkeypatch.setattr("fshard.runtime.comm.nccl.reduce_scatter", lambda out, full, group: Broken())
-    for call in ("all_to_all_single", "all_reduce"):
-        monkeypatch.setattr(f"fshard.runtime.comm.nccl.dist.{call}", lambda *args, **kwargs: Broken())
+    for call in ("all_to_all", "all_reduce"):
+        monkeypatch.setattr(f"fshard.runtime.comm.nccl.{call}", lambda *args: Broken())
     comm, out, full = NcclCommunicator("all_gather", 2, Group(), Stream()), torch.zeros(2), torch.ones(4)
     handles = {
         "all-gather": comm.all_gather(full, out),
@@ -288,6 +288,6 @@ def test_errors_of_nccl_name_the_collective(monkeypatch: pytest.MonkeyPatch) -> 
     def fails(*args: Any, **kwargs: Any) -> Any:
         raise RuntimeError("NCCL error in: ncclSystemError\nmore")
 
-    monkeypatch.setattr("fshard.runtime.comm.nccl.dist.all_reduce", fails)
+    monkeypatch.setattr("fshard.runtime.comm.nccl.all_reduce", fails)
     with pytest.raises(CommError, match="all-reduce on all_gather failed: NCCL error in: ncclSystemError$"):
         NcclCommunicator("all_gather", 2, Group(), Stream()).all_reduce(torch.ones(1))

@@ -190,7 +190,7 @@ ITS_OWN = {
     "packed": ("event: scattered", "event: summed", "wait for replica_reduce(replica)"),
     "packed updates": ("event: updated",),
     "low rank": ("event: Replicas._exact", "wait for replica_reduce(replica)"),
-    "secondary": ("event: Actions._now < Actions._regather",),
+    "secondary": ("event: Actions._regather < Actions._begin",),
     "activations on the host": (
         "event: ActivationCopies.come",
         "event: ActivationCopies.leave",

@@ -38,6 +38,7 @@ PINNED = {
     "gpt4_prefetch2": lambda: build(*gpt(), Policy()),
     "gpt4_keep": lambda: build(*gpt(), Policy(1, 1, reshard=False)),
     "gpt2_accumulate3": lambda: build(*gpt(2), Policy(1, 1), accumulate=3),
+    "gpt4_beside": lambda: build(*gpt(), Policy(1, 1, update="beside")),
     "gpt2_in_backward": lambda: build(*gpt(2), Policy(1, 1, update="in_backward"), accumulate=2),
     "gpt4_keep_last": lambda: build(*gpt(), Policy(0, 1, reshard=keep(last=2))),
     "gpt2_accumulate_full": lambda: build(*gpt(2), Policy(1, 1, accumulation="full"), accumulate=2),
@@ -247,7 +248,7 @@ def test_the_order_of_reads_does_not_matter() -> None:
         (lambda: keep(), ["keeps nothing"]),
         (lambda: keep("", 3, last=-1), ["'' is not a pattern", "3 is not a pattern", "last=-1"]),  # type: ignore[arg-type]
         (lambda: build(*gpt(2), Policy(reshard=keep("block.*", "x"))), ["'block.*' matches none", "'x'", "blocks.0, "]),
-        (lambda: Policy(update="late"), ["update='late'", "'deferred', 'in_backward'"]),
+        (lambda: Policy(update="late"), ["update='late'", "'deferred', 'beside', 'in_backward'"]),
         (lambda: Program((Call("a", 1),), (), {"a": ()}), ["'a #1'", "call #0"]),
         (lambda: Program((Call("a"),), (), {}), ["'a' is called, but reads"]),
         (lambda: Program((Call("root"),), (), {"root": ()}), ["named 'root'"]),

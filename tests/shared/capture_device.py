@@ -87,6 +87,7 @@ class RecordedGraph:
         records: what was issued, in order.
         pool: memory that was made in the capture.
         outside: memory from before it: the storage, its address, and the first operator that works on it.
+        most: the most bytes of the pool that are in use at once. ``given`` are buffers that have some of them.
     """
 
     def __init__(self) -> None:
@@ -94,7 +95,13 @@ class RecordedGraph:
         self.pool: dict[int, Any] = {}
         self.live: dict[int, None] = {}
         self.outside: dict[int, tuple[StorageWeakRef, int, str]] = {}
-        self.replays = 0
+        self.replays = self.level = self.most = 0
+        self.given: set[int] = set()
+
+    def takes(self, nbytes: int) -> None:
+        """The pool gives memory, or takes it back."""
+        self.level += nbytes
+        self.most = max(self.most, self.level)
 
     def replay(self) -> None:
         """Do the work."""
@@ -163,6 +170,9 @@ class CaptureDevice(TorchDispatchMode):
                 assert key in self.buffers, "a graph frees memory from before its capture, and would use it again"
             if buffer.untyped_storage().nbytes():
                 self._poisoned(at_address(buffer))
+            if key in self.graph.given:
+                self.graph.given.discard(key)
+                self.graph.takes(-buffer.untyped_storage().nbytes())
         elif key in self.buffers:
             if buffer.untyped_storage().nbytes():
                 poison(at_address(buffer))
@@ -175,6 +185,10 @@ class CaptureDevice(TorchDispatchMode):
             self.buffers.add(buffer.untyped_storage()._cdata)
             self.storages[buffer.untyped_storage()._cdata] = buffer.untyped_storage()
         real(buffer)
+        key = buffer.untyped_storage()._cdata
+        if self.graph is not None and key in self.buffers and key not in self.graph.given:
+            self.graph.given.add(key)
+            self.graph.takes(buffer.untyped_storage().nbytes())
 
     def collective(self, name: str, method: Callable[..., Any], args: tuple[Any, ...]) -> Any:
         """A collective: done at once, or recorded."""
@@ -228,6 +242,7 @@ class CaptureDevice(TorchDispatchMode):
             key = x.untyped_storage()._cdata
             self.graph.pool[key] = x.untyped_storage()  # type: ignore[union-attr]
             self.graph.live[key] = None  # type: ignore[union-attr]
+            self.graph.takes(x.untyped_storage().nbytes())  # type: ignore[union-attr]
             poison(at_address(x))
         self._operator(func, args, kwargs, made)
         return out
@@ -295,6 +310,7 @@ class CaptureDevice(TorchDispatchMode):
         for key in [key for key in graph.live if torch._C._storage_Use_Count(key) <= 1]:
             del graph.live[key]
             storage = graph.pool[key]
+            graph.takes(-storage.nbytes())
             floats = torch.empty(0, dtype=torch.uint8, device="cpu")
             made = torch._C._construct_storage_from_data_pointer(
                 storage.data_ptr(), torch.device("cpu"), storage.nbytes()

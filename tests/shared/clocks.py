@@ -51,7 +51,7 @@ class Memory:
     """The accesses of one storage that a later one may conflict with, and a reference that does not keep it.
 
     Attributes:
-        home: the compute stream that its memory was made on, to which it returns.
+        home: the stream that its memory was made on, to which it returns.
         users: the streams that the allocator was told of: it waits for them before it gives the memory away.
     """
 
@@ -167,13 +167,13 @@ class Clocks(TorchDispatchMode):
 
     # -- accesses -----------------------------------------------------------------------------------------------------
 
-    def touch(self, tensor: Tensor, writes: bool, what: str, stream: str | None = None) -> None:
-        """A tensor is read or written on a stream; the current one, or the host for its own memory."""
+    def touch(self, tensor: Tensor, writes: bool, what: str, stream: str | None = None, made: bool = False) -> None:
+        """A tensor is read or written on a stream; the current one, or the host for its own memory. Or it is made."""
         if not tensor.numel() or isinstance(tensor, FakeTensor) or tensor.device.type == "meta":
             return
         stream = stream or self.current
         storage = tensor.untyped_storage()
-        memory = self._memory(storage)
+        memory = self._memory(storage, stream if made and stream != HOST else self.compute)
         low = tensor.data_ptr()
         spans = zip(tensor.shape, tensor.stride(), strict=True)
         high = low + (sum((n - 1) * step for n, step in spans) + 1) * tensor.element_size()
@@ -189,7 +189,7 @@ class Clocks(TorchDispatchMode):
         clock[stream] = clock.get(stream, 0) + 1
         return clock[stream]
 
-    def _memory(self, storage: Any) -> Memory:
+    def _memory(self, storage: Any, home: str) -> Memory:
         found = self.memories.get(storage._cdata)
         if found is not None and found.alive.expired():
             self._freed(found)
@@ -197,7 +197,7 @@ class Clocks(TorchDispatchMode):
         if found is None:
             found = self.memories[storage._cdata] = Memory(StorageWeakRef(storage))
         if not found.home:
-            found.home = self.compute
+            found.home = home
         return found
 
     def _note(self, memory: Memory, access: Access) -> None:
@@ -223,7 +223,7 @@ class Clocks(TorchDispatchMode):
     def keep(self, tensor: Tensor) -> None:
         """The allocator is told that the current stream uses the memory of a tensor."""
         if tensor.untyped_storage().nbytes() and self.does(f"memory in use: {caller()}"):
-            memory = self._memory(tensor.untyped_storage())
+            memory = self._memory(tensor.untyped_storage(), self.compute)
             if memory.home != self.current:
                 memory.users.add(self.current)
                 self.shared.add(tensor.untyped_storage()._cdata)
@@ -261,7 +261,7 @@ class Clocks(TorchDispatchMode):
             self.touch(x, id(x) in written, name, stream)
         for x in made:
             if not any(x is one for one in given):
-                self.touch(x, True, name, stream)
+                self.touch(x, True, name, stream, made=True)
         results = [*made, *(x for x in given if id(x) in written)]
         to_host = (
             stream != HOST and self.device.type != "cpu" and any(x.device.type == "cpu" for x in results if x.ndim)
@@ -296,7 +296,7 @@ def caller() -> str:
     frame, found = sys._getframe(1), list[str]()
     while frame is not None and len(found) < 2:
         file = frame.f_code.co_filename
-        if file.startswith(PACKAGE) and not file.endswith("comm/device_streams.py"):
+        if file.startswith(PACKAGE) and not file.endswith(("comm/device_streams.py", "comm/nccl.py")):
             found.append(f"{frame.f_code.co_qualname}")
         frame = frame.f_back  # type: ignore[assignment]
     return " < ".join(found) or "the loss"

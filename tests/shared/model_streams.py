@@ -12,6 +12,7 @@ from torch import Tensor
 import fshard as fs
 from fshard.runtime.comm.device_streams import Stream
 from fshard.runtime.comm.nccl import NcclCommunicator
+from fshard.runtime.execution.wires import JointHandle
 from fshard.schedule.infos import stage_numel
 from tests.shared.clocks import Clocks, Mark, caller
 
@@ -24,7 +25,7 @@ class ModelStream(Stream):
     name: str
     asynchronous = True
 
-    def record(self) -> Any:
+    def record(self, event: Any = None) -> Any:
         """An event after the current stream's work."""
         return self.clocks.record()
 
@@ -91,7 +92,8 @@ class Group:
     def run(self, call: str, reads: list[Tensor], writes: list[Tensor], *args: Any) -> Work:
         """A collective on the group's stream. Its data move at once: only the order is modelled."""
         stream, clocks = f"nccl {self.name}", self.clocks
-        clocks.join(stream, clocks.clock(clocks.current))
+        if clocks.does(f"event: {caller()}"):
+            clocks.join(stream, clocks.clock(clocks.current))
         for tensor in reads:
             clocks.touch(tensor, False, f"{call} of {self.name}", stream)
         for tensor in writes:
@@ -181,39 +183,33 @@ def _axes(plan: fs.Plan) -> Any:
     return plan.mesh.sizes, plan.mesh.axis_names
 
 
-class Dist:
-    """What ``NcclCommunicator`` calls of torch.distributed."""
+def _all_gathers(outs: Any, shards: Any, group: Any) -> Any:
+    return JointHandle(tuple([_all_gather(out, shard, group) for out, shard in zip(outs, shards, strict=True)]))
 
-    @staticmethod
-    def all_reduce(buffer: Tensor, group: Any, async_op: bool) -> Any:
-        """NCCL's all-reduce."""
-        return group.run("all_reduce", [], [buffer], buffer)
 
-    @staticmethod
-    def all_to_all_single(
-        out: Tensor, full: Tensor, receive: Any = None, send: Any = None, *, group: Any, async_op: bool
-    ) -> Any:
-        """NCCL's all-to-all."""
-        return group.run("all_to_all", [full], [out], out, full, receive, send)
+def _all_reduce(buffer: Tensor, group: Any) -> Any:
+    return group.run("all_reduce", [], [buffer], buffer)
+
+
+def _all_to_all(out: Tensor, full: Tensor, receive: Any, send: Any, group: Any) -> Any:
+    return group.run("all_to_all", [full], [out], out, full, receive or None, send or None)
 
 
 def substitute(change: Any) -> None:
     """Let ``NcclCommunicator`` call the ``run`` of its group in the place of torch.distributed."""
     change.setattr("fshard.runtime.comm.nccl.all_gather", _all_gather)
     change.setattr("fshard.runtime.comm.nccl.reduce_scatter", _reduce_scatter)
-    change.setattr("fshard.runtime.comm.nccl.dist", Dist)
+    change.setattr("fshard.runtime.comm.nccl.all_gathers", _all_gathers)
+    change.setattr("fshard.runtime.comm.nccl.all_reduce", _all_reduce)
+    change.setattr("fshard.runtime.comm.nccl.all_to_all", _all_to_all)
 
 
 EVENTS = (
-    "fshard.collectives.raw",
-    *(f"fshard.runtime.execution.{module}" for module in ("actions", "replica_sums", "pending_update", "wires")),
+    "fshard.runtime.execution.actions",
+    "fshard.runtime.execution.pending_update",
     "fshard.runtime.memory.offload",
     "fshard.runtime.memory.activation_copies",
     "fshard.checkpoint.snapshot",
-    "fshard.interchange.export_plan",
-    "fshard.outer_steps.outer_exchange",
-    "fshard.pipeline.mail",
-    "fshard.pipeline.stage_sums",
 )
 """The modules that ask for an event after the work of a device."""
 
@@ -228,8 +224,8 @@ FREES = (
 )
 """The modules that free the memory of buffers."""
 
-STREAMS = ("fshard.runtime.memory.offload", "fshard.checkpoint.snapshot")
-"""The modules that make streams for copies."""
+STREAMS = ("fshard.runtime.memory.offload", "fshard.checkpoint.snapshot", "fshard.runtime.steps.programs")
+"""The modules that make side streams."""
 
 
 @contextmanager

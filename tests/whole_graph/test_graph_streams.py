@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import fshard as fs
-from fshard.runtime.execution.actions import Actions
+from fshard.runtime.comm.nccl import NcclCommunicator
 from tests.runtime import test_lanes as lanes
 from tests.runtime.test_happens_before import batch_of, watched
 from tests.shared.clocks import COMPUTE, OTHER, Clocks
@@ -21,6 +21,7 @@ CASES = {
         for name in ("default", "whole gradients")
     },
     "secondary": lanes.CASES["secondary"],
+    "beside": replace(lanes.CASES["zero, default"], options={"schedule": fs.Policy(update="beside")}),
     "packed": lanes.CASES["packed"],
     "a collective of the program": lanes.CASES["a collective of the program"],
 }
@@ -86,9 +87,14 @@ def test_a_capture_is_closed(name: str) -> None:
 
 def test_an_event_from_before_the_capture_is_seen() -> None:
     kept: dict[int, Any] = {}
-    real = Actions._now
+    real = NcclCommunicator.all_gather
+
+    def late(self: NcclCommunicator, out: torch.Tensor, shard: torch.Tensor, after: Any = None) -> Any:
+        mark = kept.setdefault(threading.get_ident(), self.stream.record())
+        return real(self, out, shard, (mark,))
+
     with pytest.MonkeyPatch.context() as change:
-        change.setattr(Actions, "_now", lambda self: kept.setdefault(threading.get_ident(), real(self)))
+        change.setattr(NcclCommunicator, "all_gather", late)
         races, _ = captured(CASES["flat, default"])
     assert any(race.startswith("an event from before the capture is waited for") for race in races)
 

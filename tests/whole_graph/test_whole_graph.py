@@ -86,9 +86,15 @@ def both(ranks: int, run: Run, device: str = "cpu") -> list[tuple[Trace, Trace]]
 
 def trained(mesh: fs.Mesh, policy: fs.Policy, steps: int = STEPS, rates: bool = False, **options: Any) -> Trace:
     """Some steps. Rates are numbers of float32, so that graphs round none."""
-    plan, found = cases.planned(mesh), Trace()
+    found, start = Trace(), cases.params()
+    plan = cases.planned(mesh)
+    if options.pop("short", False):
+        start = tree.map(torch.Tensor.bfloat16, start)
+        rules, units = [(r".*", fs.fsdp("shard"))], [str(number) for number in range(cases.LAYERS)]
+        stochastic = fs.Precision(rounding="stochastic")
+        plan = fs.make_plan(start, mesh, rules, batch=fs.P("shard"), units=units, precision=stochastic)
     opt = options.pop("opt", fs.optim.adamw(lambda step: 2.0 ** -(7 + step % 4)))
-    state = fs.init_state(plan, opt, params=cases.params())
+    state = fs.init_state(plan, opt, params=start)
     step = fs.make_train_step(options.pop("loss", cases.loss), opt, plan, schedule=policy, **options)
     for number in range(steps):
         lr = {"lr": 2.0 ** -(5 + number % 3)} if rates else {}
@@ -97,7 +103,13 @@ def trained(mesh: fs.Mesh, policy: fs.Policy, steps: int = STEPS, rates: bool = 
     return found.end(state)
 
 
+def short(p: Any, batch: Any) -> Tensor:
+    """A loss of a batch in bfloat16."""
+    return cases.loss(p, tree.map(torch.Tensor.bfloat16, batch))
+
+
 CASES: dict[str, dict[str, Any]] = {
+    "stochastic rounding": {"loss": short, "short": True, "clip_norm": 0.1},
     "clip": {"clip_norm": 0.1},
     "clip by rule, rates": {"clip_norm": [(r"0\..*", 0.01), (".*", None)], "rates": True, "norms": "groups"},
     "dropout, scale": {"loss": noisy, "loss_scale": fs.LossScale(2.0**8, interval=3)},
@@ -115,9 +127,32 @@ CASES: dict[str, dict[str, Any]] = {
 def test_replays_have_the_bits_of_eager_steps(case: str, ranks: int) -> None:
     for graphed, eager in both(ranks, lambda mesh, policy: trained(mesh, policy, **CASES[case])):
         graphed.same(eager)
-        assert graphed.graphs == 1 and graphed.how.count("replayed") == STEPS - 3
-        assert graphed.how[2] == "captured" and set(eager.how) == {""}
+        first = 2 + (case == "stochastic rounding")
+        assert graphed.graphs == 1 and graphed.how.count("replayed") == STEPS - 1 - first
+        assert graphed.how[first] == "captured" and set(eager.how) == {""}
     assert any(graphed.skipped) == (case == "skips")
+
+
+@pytest.mark.parametrize("options", [{}, {"accumulate": 2}, {"remat": "all", "clip_norm": 0.1}], ids=str)
+def test_the_footprint_knows_what_a_graph_holds(options: dict[str, Any]) -> None:
+    """The most that its pool gives at once, up to what pads items to 256 bytes, and the copy of the batch."""
+
+    def rank() -> tuple[Any, int, int]:
+        mesh, device = on(fs.make_mesh((2,), ("shard",)))
+        plan, opt = cases.planned(mesh), fs.optim.sgd(2.0**-6)
+        state = fs.init_state(plan, opt, params=cases.params())
+        step = fs.make_train_step(cases.loss, opt, plan, schedule=GRAPH, **options)
+        batch = tree.map(lambda x: x.repeat(16, 1), cases.batch(0, mesh))
+        for _ in range(4):
+            state, _ = step(state, batch)
+        graph = next(each for each in step._runner.held if each.replay is not None)
+        copied = sum(x.nbytes for x in tree.leaves(graph.batch))
+        return step.trace(batch).footprint, device.graphs[0].most, copied
+
+    with capturing() as on:
+        found, most, copied = fs.virtual_mesh((2,), ("shard",), device="cpu").run(rank)[0]
+    assert copied <= found.graph_bytes <= found.peak_bytes and "; a graph holds" in str(found)
+    assert found.graph_bytes - copied == pytest.approx(most, rel=0.05)
 
 
 def test_states_are_read_and_steps_repeated_between_replays() -> None:

@@ -14,7 +14,7 @@ from fshard.runtime.comm.row_sums import sum_rows
 from fshard.runtime.flight.recorder import Flight
 from fshard.sharding.mesh import Axes
 
-Events = Iterable[Event | None]
+Events = Iterable[Event | None] | None
 Sizes = list[int] | None
 
 CLOSED = "the mesh was closed, by mesh.close() or at the end of its `with`: make steps and call them before that"
@@ -29,25 +29,28 @@ class Handle(Protocol):
 
 
 class Communicator(Protocol):
-    """One communicator. All tensors are contiguous; the collective waits for the events in ``after``."""
+    """One communicator. All tensors are contiguous.
+
+    A collective comes after all that the current stream was given so far; or, with ``after``, after these events alone.
+    """
 
     @property
     def size(self) -> int:
         """The number of ranks."""
 
-    def all_gather(self, out: Tensor, shard: Tensor, after: Events = ()) -> Handle:
+    def all_gather(self, out: Tensor, shard: Tensor, after: Events = None) -> Handle:
         """``out`` = the concatenated shards of all ranks. Its adjoint is ``reduce_scatter``."""
 
-    def reduce_scatter(self, out: Tensor, full: Tensor, stage: Tensor, add: bool, after: Events = ()) -> Handle:
+    def reduce_scatter(self, out: Tensor, full: Tensor, stage: Tensor, add: bool, after: Events = None) -> Handle:
         """``out`` = this rank's chunk of the sum over ranks, plus its own value if ``add``.
 
         The sum is in the dtype of ``out``; ``full`` may have a shorter one. ``full`` and ``stage`` may be overwritten.
         """
 
-    def all_reduce(self, buffer: Tensor, after: Events = ()) -> Handle:
+    def all_reduce(self, buffer: Tensor, after: Events = None) -> Handle:
         """``buffer`` = the sum of the buffers of all ranks."""
 
-    def all_to_all(self, out: Tensor, full: Tensor, receive: Sizes, send: Sizes, after: Events = ()) -> Handle:
+    def all_to_all(self, out: Tensor, full: Tensor, receive: Sizes, send: Sizes, after: Events = None) -> Handle:
         """Chunk ``i`` of ``full`` goes to rank ``i``; chunk ``i`` of ``out`` came from it.
 
         The sizes are the elements of each chunk, of ``out`` and of ``full``; None stands for equal chunks.
@@ -108,21 +111,21 @@ class SingleRank:
 
     size: int = 1
 
-    def all_gather(self, out: Tensor, shard: Tensor, after: Events = ()) -> Handle:
+    def all_gather(self, out: Tensor, shard: Tensor, after: Events = None) -> Handle:
         """Copy."""
         out.copy_(shard)
         return Done()
 
-    def reduce_scatter(self, out: Tensor, full: Tensor, stage: Tensor, add: bool, after: Events = ()) -> Handle:
+    def reduce_scatter(self, out: Tensor, full: Tensor, stage: Tensor, add: bool, after: Events = None) -> Handle:
         """Copy, or add."""
         sum_rows(out, [full], add)
         return Done()
 
-    def all_reduce(self, buffer: Tensor, after: Events = ()) -> Handle:
+    def all_reduce(self, buffer: Tensor, after: Events = None) -> Handle:
         """Does nothing: the sum over one rank."""
         return Done()
 
-    def all_to_all(self, out: Tensor, full: Tensor, receive: Sizes, send: Sizes, after: Events = ()) -> Handle:
+    def all_to_all(self, out: Tensor, full: Tensor, receive: Sizes, send: Sizes, after: Events = None) -> Handle:
         """Copy."""
         out.copy_(full)
         return Done()

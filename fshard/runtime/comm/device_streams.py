@@ -21,8 +21,8 @@ class Stream:
 
     asynchronous = False
 
-    def record(self) -> Event | None:
-        """An event after all work issued so far on the compute stream; None on the host."""
+    def record(self, event: Event | None = None) -> Event | None:
+        """An event after all work issued so far on the current stream, or this one; None on the host."""
         return None
 
     def after(self, after: Iterable[Event | None]) -> AbstractContextManager[object]:
@@ -41,10 +41,10 @@ class CudaStream(Stream):
     def __init__(self, device: torch.device) -> None:
         self.stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
-    def record(self) -> Event | None:
-        """An event after all work issued so far on the current stream."""
-        event: Event = torch.cuda.current_stream(self.stream.device).record_event()
-        return event
+    def record(self, event: Event | None = None) -> Event | None:
+        """An event after all work issued so far on the current stream; with ``event`` that one, which is reused."""
+        made: Event = torch.cuda.current_stream(self.stream.device).record_event(event)  # type: ignore[arg-type]
+        return made
 
     def after(self, after: Iterable[Event | None]) -> AbstractContextManager[object]:
         """Wait for the events on the side stream, and issue work there."""
@@ -67,7 +67,7 @@ def make_stream(device: torch.device) -> Stream:
 
 @functools.cache
 def copy_stream(device: torch.device, name: str) -> Stream:
-    """The side stream of one kind of copies, such as those to the host. All steps and meshes of a device share it."""
+    """The side stream of one kind of work, such as copies to the host. All steps and meshes of a device share it."""
     return make_stream(device)
 
 

@@ -74,7 +74,7 @@ class GlooCommunicator:
         keep([self.group])
         self.closed, self.forked, self.group = why, why, None
 
-    def all_gather(self, out: Tensor, shard: Tensor, after: Events = ()) -> Handle:
+    def all_gather(self, out: Tensor, shard: Tensor, after: Events = None) -> Handle:
         """Receive the peers' shards at their places in ``out``."""
         rows = out.view(self.size, -1)
         with self._messages("all-gather") as messages:
@@ -86,7 +86,7 @@ class GlooCommunicator:
         rows[self.rank].copy_(shard)
         return MessageHandle(messages, (out, shard))
 
-    def reduce_scatter(self, out: Tensor, full: Tensor, stage: Tensor, add: bool, after: Events = ()) -> Handle:
+    def reduce_scatter(self, out: Tensor, full: Tensor, stage: Tensor, add: bool, after: Events = None) -> Handle:
         """Receive the peers' rows of this rank's chunk in ``stage``; ``wait`` adds them."""
         parts = []
         with self._messages("reduce-scatter") as messages:
@@ -102,13 +102,13 @@ class GlooCommunicator:
                     messages.send(sent[peer][cut], peer, tag)
         return MessageHandle(messages, (full, stage), parts)
 
-    def all_reduce(self, buffer: Tensor, after: Events = ()) -> Handle:
+    def all_reduce(self, buffer: Tensor, after: Events = None) -> Handle:
         """gloo's ring, in place."""
         with self._naming("all-reduce") as describe:
             work = dist.all_reduce(buffer, group=self.open_group(describe), async_op=True)
             return RingHandle(describe, [work], self)
 
-    def all_to_all(self, out: Tensor, full: Tensor, receive: Sizes, send: Sizes, after: Events = ()) -> Handle:
+    def all_to_all(self, out: Tensor, full: Tensor, receive: Sizes, send: Sizes, after: Events = None) -> Handle:
         """Receive each chunk at its place in ``out``. Empty chunks are not sent."""
         to, into = chunks(full, self.size, send), chunks(out, self.size, receive)
         with self._messages("all-to-all") as messages:

@@ -48,7 +48,7 @@ class HostCommunicator:
         self.numbers = count()
         self.order = [(rank + step) % self.size for step in range(1, self.size)]
 
-    def all_gather(self, out: Tensor, shard: Tensor, after: Events = ()) -> Handle:
+    def all_gather(self, out: Tensor, shard: Tensor, after: Events = None) -> Handle:
         """Copy the peers' shards to their places in ``out``."""
         rows, number, describe = out.view(self.size, -1), next(self.numbers), f"all-gather on {self.name}"
 
@@ -61,7 +61,7 @@ class HostCommunicator:
         rows[self.rank].copy_(shard)
         return HostHandle(self, describe, finish, failed)
 
-    def reduce_scatter(self, out: Tensor, full: Tensor, stage: Tensor, add: bool, after: Events = ()) -> Handle:
+    def reduce_scatter(self, out: Tensor, full: Tensor, stage: Tensor, add: bool, after: Events = None) -> Handle:
         """Add this rank's chunks of all ranks' tensors, in rank order. ``stage`` is not used."""
         number, describe = next(self.numbers), f"reduce-scatter on {self.name}"
         rows = full.view(self.size, -1).unbind()
@@ -69,13 +69,13 @@ class HostCommunicator:
         mine = rows[self.rank]
         return HostHandle(self, describe, lambda: sum_rows(out, self._rows(number, b"s", mine), add), failed)
 
-    def all_reduce(self, buffer: Tensor, after: Events = ()) -> Handle:
+    def all_reduce(self, buffer: Tensor, after: Events = None) -> Handle:
         """Add all ranks' buffers, in rank order."""
         flat, number, describe = buffer.view(-1), next(self.numbers), f"all-reduce on {self.name}"
         failed = self._publish(describe, number, b"r", dict.fromkeys(self.order, flat))
         return HostHandle(self, describe, lambda: sum_rows(flat, self._rows(number, b"r", flat.clone()), False), failed)
 
-    def all_to_all(self, out: Tensor, full: Tensor, receive: Sizes, send: Sizes, after: Events = ()) -> Handle:
+    def all_to_all(self, out: Tensor, full: Tensor, receive: Sizes, send: Sizes, after: Events = None) -> Handle:
         """Copy the peers' chunks for this rank."""
         number, describe = next(self.numbers), f"all-to-all on {self.name}"
         to, into = chunks(full, self.size, send), chunks(out, self.size, receive)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fshard.runtime.comm import Done, Handle
 from fshard.runtime.comm.communicators import Communicators
-from fshard.runtime.comm.device_streams import Event, events
+from fshard.runtime.comm.device_streams import Stream, events
 from fshard.runtime.engine.hosted_activations import HostedActivations
 from fshard.runtime.execution.pending_update import Update
 from fshard.runtime.execution.replica_sums import ReplicaBuffers, Replicas
@@ -20,10 +20,11 @@ from fshard.runtime.execution.shards import Shards
 from fshard.runtime.execution.wires import gathered, rows_gathered, scattered, updated
 from fshard.runtime.memory.allocation import allocate, deallocate
 from fshard.runtime.memory.gradients import FlatGradients, GradientBuffers
+from fshard.runtime.memory.offload import CopyHandle
 from fshard.runtime.memory.optimizer_layout import RESIDUAL
 from fshard.runtime.memory.slots import GroupSlots, Slots, pack, unpack
 from fshard.schedule.infos import secondary_axes
-from fshard.schedule.ops import Op
+from fshard.schedule.ops import UPDATED, Op
 from fshard.schedule.transfers import awaited, started
 from fshard.sharding.layout import Group
 from fshard.sharding.mesh import Axes
@@ -48,15 +49,22 @@ class Actions:
         gradients: what takes the gradients of leaves.
         resident: the shards.
         poison: fill freed ranges with nan, so that reading one cannot go unnoticed.
+        aside: the stream of updates beside compute; None if they run in their place.
     """
 
     def __init__(
-        self, slots: Slots, comms: Communicators, gradients: FlatGradients, resident: Resident, poison: bool
+        self,
+        slots: Slots,
+        comms: Communicators,
+        gradients: FlatGradients,
+        resident: Resident,
+        poison: bool,
+        aside: Stream | None = None,
     ) -> None:
         self.slots, self.comms, self.gradients, self.resident, self.poison = slots, comms, gradients, resident, poison
+        self.aside = aside
         self.replicas = Replicas(comms, resident.kernels)
         self.update: Update | None = None
-        self.own = False
         self.feedback = 1.0
         self.handles: dict[tuple[str, int], Handle] = {}
         self.readable: set[int] = set()  # groups that units can read now
@@ -67,7 +75,7 @@ class Actions:
 
     def beside(self, slots: Slots, comms: Communicators, gradients: FlatGradients) -> "Actions":
         """The actions of another program that reads the same shards in the same step: what is readable is shared."""
-        made = Actions(slots, comms, gradients, self.resident, self.poison)
+        made = Actions(slots, comms, gradients, self.resident, self.poison, self.aside)
         made.readable = self.readable
         return made
 
@@ -88,7 +96,9 @@ class Actions:
             accumulated: what is added to the gradients of the step, and times what, by group id.
             feedback: what residuals of shards are multiplied by when they are added to gradients.
         """
-        self.update, self.own, self.feedback = update, own, feedback
+        self.update, self.feedback = update, feedback
+        if update is not None:
+            update.own = own
         self._clear()
         self.resident.follow()
         self.gradients.start(accumulated)
@@ -98,6 +108,9 @@ class Actions:
 
     def stop(self) -> None:
         """The step is over: let go of what it was given."""
+        for name, group in [*self.handles]:  # the step has failed
+            if name == "update":
+                self._updated(group)
         self.update = None
         self.resident.start(())
         self._clear()  # something is left only if a collective has failed
@@ -125,6 +138,8 @@ class Actions:
     def _bound(self, op: Op, slots: GroupSlots, verbs: Verbs) -> Run | None:
         row = started(op.kind) or awaited(op.kind)
         if row is None:
+            if op.kind == UPDATED:
+                return partial(self._updated, slots.group.id)
             releases = {"free": self._free, "reshard": self._reshard}
             return partial(releases[op.kind], slots) if op.kind in releases else None
         start, finish = verbs[row.name]
@@ -163,18 +178,34 @@ class Actions:
                 return f" (unit {slots.group.unit}: {', '.join(paths[:4])}{more})"
         return ""
 
-    def apply(self, groups: Sequence[int]) -> None:
-        """Update the shards of these groups, if a step left an update for them."""
-        if self.update is None:
+    def apply(self, groups: Sequence[int], over: bool = True) -> None:
+        """Update the shards of these groups, if a step left an update for them; without ``over`` on the side stream."""
+        update = self.update
+        if update is None:
             return
-        for group in groups if self.own else ():
+        if self.aside is not None and over:
+            with self.aside.after(events(self.comms.plan.mesh.device)):
+                try:
+                    self.apply(groups, over=False)
+                finally:
+                    handle = CopyHandle(self.aside, (self.aside.record(),))
+                    self.handles.update({("update", group): handle for group in groups})
+            return
+        for group in groups if update.own else ():
             self.gradients.ready(group)
-        self.update.apply(groups)
+        update.apply(groups, over)
         self.resident.fresh.difference_update(groups)
         for group in groups if self.resident.casts else ():
             layout = self.slots.groups[group].group
             if not layout.gathered and layout.opt_parts == 1:
                 self.resident.read(layout)
+
+    def _updated(self, group: int) -> None:
+        """Wait for an update beside compute. Its gradient was made for the compute stream, and can go only now."""
+        handle = self.handles.pop(("update", group), None)
+        if handle is not None and self.update is not None:
+            handle.wait()
+            self.update.release((group,))
 
     def complete(self, update: Update) -> None:
         """Gather what other ranks updated, before a step that runs on demand. Collective."""
@@ -194,14 +225,13 @@ class Actions:
         shard = self.resident.read(group)
         if group.row:
             comm = self.comms.over("all_gather", group.gather_axes)
-            return rows_gathered(comm, full, shard, group.numel, self._now())
+            return rows_gathered(comm, full, shard, group.numel)
         if form is not None:
             rows = group.parts * shard.numel()
             target = shard.new_empty(rows, device=full.device) if group.travels else shard
-        after = self._now()
+        after = None
         if group.kinds.hosted:
-            offload = self.resident.offload
-            shard, after = offload.fetch(group, target, shard, after)
+            shard, after = self.resident.offload.fetch(group, target, shard)
         if group.parts == 1:
             work = self.resident.offload.passing(after)
         else:
@@ -234,7 +264,7 @@ class Actions:
         group, full = slots.group, slots.full
         assert full is not None
         comm = self.comms.over("regather", secondary_axes(group, self.comms.secondary))
-        return comm.all_gather(full, self.second[group.id], self._now())
+        return comm.all_gather(full, self.second[group.id])
 
     def _regathered(self, slots: GroupSlots) -> None:
         self.readable.add(slots.group.id)
@@ -268,7 +298,7 @@ class Actions:
             return handle
         if late:
             shard = self.sums[group.id] = spare[: group.scatter_chunk]
-        return comm.reduce_scatter(shard, sent, spare, add, self._now())
+        return comm.reduce_scatter(shard, sent, spare, add)
 
     def _reduced(self, buffers: GradientBuffers) -> None:
         slots, group = buffers.slots, buffers.slots.group
@@ -315,7 +345,7 @@ class Actions:
         comm, form = self.comms.over("update_gather", group.opt_axes), group.wires.get("update_gather")
         if form is not None:
             return updated(comm, shard.own, shard.param, shard.held, form)
-        return comm.all_gather(shard.param, shard.own, self._now())
+        return comm.all_gather(shard.param, shard.own)
 
     def _shared(self, slots: GroupSlots) -> None:
         group = slots.group
@@ -328,14 +358,10 @@ class Actions:
     def _offload(self, buffers: GradientBuffers) -> Handle:
         group = buffers.slots.group
         self.gradients.measure(group.id)
-        return self.resident.offload.store(group, buffers.home, buffers.own, self._now())
+        return self.resident.offload.store(group, buffers.home, buffers.own)
 
     def _offloaded(self, buffers: GradientBuffers) -> None:
         deallocate(buffers.own)
-
-    def _now(self) -> Sequence[Event | None]:
-        # Everything issued so far: later than the exact free of the range, never too early.
-        return events(self.comms.plan.mesh.device)
 
 
 def poison(buffer: Tensor) -> None:

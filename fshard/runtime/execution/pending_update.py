@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -19,6 +20,10 @@ from fshard.sharding.plan import Plan
 
 class NumbersInMemory(Protocol):
     """The numbers of an update in device memory, for a graph that is replayed with others."""
+
+    @property
+    def key(self) -> Tensor:
+        """The key of its stochastic rounding, int64, 0-dim."""
 
     def of(self, limit: int, dtype: torch.dtype) -> dict[str, Any]:
         """Arguments of the optimizer's update, for slices of a clipping rule whose gradients are of a dtype."""
@@ -65,11 +70,14 @@ class PendingUpdate:
         held = [buffer for group in self.waiting for buffer in self.grads.buffers(group)]
         return [*held, *self.divisors.values()]
 
-    def apply(self, shards: Shards, groups: Sequence[int], numbers: NumbersInMemory | None = None) -> None:
+    def apply(
+        self, shards: Shards, groups: Sequence[int], numbers: NumbersInMemory | None = None, over: bool = True
+    ) -> None:
         """Update these groups, unless that was done: one call for all slices of equal hyper-parameters and dtype.
 
         If the rule raises before it has written anything, these groups still wait, and can be updated later. With
-        ``numbers`` the rule reads these in the place of this update's own.
+        ``numbers`` the rule reads these in the place of this update's own. Without ``over`` gradients stay, which
+        another stream than that of their memory reads: ``release`` lets go of them.
 
         Raises:
             StateError: it had written something, now or before.
@@ -94,7 +102,10 @@ class PendingUpdate:
                 self.broken = f"{type(error).__name__}: {error}"
                 raise half_updated(self.broken) from error
             raise
-        self._done(due)
+        for group in due:
+            del self.waiting[group]
+        if over:
+            self.release(due)
 
     def _keep(self, groups: Sequence[int], shards: Shards) -> None:
         """Keep what the sums of gradients of these groups, which this update applies, have left for the next ones."""
@@ -104,9 +115,8 @@ class PendingUpdate:
                 if name == RESIDUAL and self.unit != 1.0:
                     kept.mul_(self.unit)
 
-    def _done(self, groups: Sequence[int]) -> None:
-        for group in groups:
-            del self.waiting[group]
+    def release(self, groups: Sequence[int]) -> None:
+        """Let go of the gradients of groups that were updated."""
         for group in self.grads.passing.intersection(groups):
             self.grads.release(group)
 
@@ -142,7 +152,8 @@ class PendingUpdate:
 
     def _call(self, call: Slices, numbers: NumbersInMemory | None = None) -> None:
         if self.rounding is not None and call.places[0][0] in self.rounding.groups:
-            self.rounding.update(call, self.step, self._rule)
+            key = self.rounding.key(self.step) if numbers is None else numbers.key
+            self.rounding.update(call, key, partial(self._rule, numbers=numbers))
         else:
             self._rule([*call.params], [*call.grads], [*call.states], call.cut, numbers)
 
@@ -215,10 +226,17 @@ class Several:
         for part in self.parts:
             part.refuse(why)
 
-    def apply(self, shards: Shards, groups: Sequence[int], numbers: NumbersInMemory | None = None) -> None:
+    def apply(
+        self, shards: Shards, groups: Sequence[int], numbers: NumbersInMemory | None = None, over: bool = True
+    ) -> None:
         """See ``PendingUpdate.apply``."""
         for part in self.parts:
-            part.apply(shards, groups, numbers)
+            part.apply(shards, groups, numbers, over)
+
+    def release(self, groups: Sequence[int]) -> None:
+        """See ``PendingUpdate.release``."""
+        for part in self.parts:
+            part.release(groups)
 
     def finish(self, shards: Shards) -> None:
         """See ``PendingUpdate.finish``."""
@@ -258,6 +276,9 @@ class Update:
         pending: the update; None if it was applied.
         stale: the groups whose shards lack what other ranks updated; those that are whole again are taken out of it.
         numbers: those that its rule reads in the place of its own, in a graph.
+
+    Attributes:
+        own: whether it is that of the step under way.
     """
 
     def __init__(
@@ -268,6 +289,7 @@ class Update:
         numbers: NumbersInMemory | None = None,
     ) -> None:
         self.shards, self.pending, self.stale, self.numbers = shards, pending, stale, numbers
+        self.own = False
         self._stale_at_start = tuple(stale)
         self.stopped = False
 
@@ -276,10 +298,15 @@ class Update:
         """Tell whether a group was updated."""
         return self.pending is not None and len(self.pending.waiting) < len(self.pending.groups)
 
-    def apply(self, groups: Sequence[int]) -> None:
+    def apply(self, groups: Sequence[int], over: bool = True) -> None:
         """Update these groups, unless that was done; see ``PendingUpdate.apply``."""
         if self.pending is not None:
-            self.pending.apply(self.shards, () if self.stopped else groups, self.numbers)
+            self.pending.apply(self.shards, () if self.stopped else groups, self.numbers, over)
+
+    def release(self, groups: Sequence[int]) -> None:
+        """See ``PendingUpdate.release``."""
+        if self.pending is not None:
+            self.pending.release([group for group in groups if group not in self.pending.waiting])
 
     def finish(self) -> None:
         """Update every group that was not updated yet. Local."""

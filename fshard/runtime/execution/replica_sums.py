@@ -13,7 +13,6 @@ from torch import Tensor
 
 from fshard.runtime.comm import Done, Handle
 from fshard.runtime.comm.communicators import Communicators
-from fshard.runtime.comm.device_streams import events
 from fshard.runtime.comm.packing import Kernels, no_kernels
 from fshard.runtime.comm.row_sums import sum_rows
 from fshard.runtime.execution.power_sgd import Basis, Product, low_rank_sum
@@ -89,7 +88,7 @@ class Replicas:
         sent = shard if group.sum_dtype == shard.dtype else shard.to(group.sum_dtype)
         room = sent.numel() - (own.numel() if sent is shard else 0)
         stage = torch.empty(room, dtype=sent.dtype, device=sent.device)
-        first = comm.reduce_scatter(own, sent, stage, False, events(sent.device))
+        first = comm.reduce_scatter(own, sent, stage, False)
         return Scattered(first, sent, shard, lambda: self._all(group, own))
 
     def _all(self, group: Group, own: Tensor, kept: ReplicaBuffers | None = None) -> Handle:
@@ -128,11 +127,10 @@ class Replicas:
         """Begin to add up a tensor over the replicas of a group, in place; in this dtype, where rows travel."""
         comm = self.comms.over("replica_reduce", group.rest_axes)
         if not rows_travel(group, comm.size):
-            return comm.all_reduce(own, events(own.device))
+            return comm.all_reduce(own)
         mine = own if dtype == own.dtype else own.to(dtype)
         rows = torch.empty(comm.size * mine.numel(), dtype=mine.dtype, device=mine.device)
-        # An event from now: what is sent may just have been rounded.
-        return RowSum(comm.all_gather(rows, mine, events(mine.device)), rows, mine, own)
+        return RowSum(comm.all_gather(rows, mine), rows, mine, own)
 
 
 @dataclass(frozen=True)

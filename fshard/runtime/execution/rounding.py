@@ -16,7 +16,7 @@ from torch import Tensor
 
 from fshard.model.philox import fold
 from fshard.runtime.comm.checked_kernel import checked
-from fshard.runtime.execution.rounding_bits import LeafPart, Positions, levels, round_
+from fshard.runtime.execution.rounding_bits import Key, LeafPart, Positions, levels, round_, signed
 from fshard.runtime.execution.shards import Slices
 from fshard.runtime.memory.optimizer_layout import UpdateSlice
 from fshard.sharding.layout import ALIGN
@@ -31,7 +31,7 @@ NARROW = torch.bfloat16
 Named = tuple[int, UpdateSlice, str]
 """A slice by its group, and the name of a buffer of the optimizer; empty for the parameters."""
 
-Kernel = Callable[[Tensor, Tensor, int, Positions, int], None]
+Kernel = Callable[[Tensor, Tensor, int, Positions, Key], None]
 """``kernel(out, x, begin, positions, key)`` writes ``x`` rounded to ``out``, whose elements begin there in a buffer."""
 
 Rule = Callable[[list[Tensor], list[Tensor], list[dict[str, Tensor]], UpdateSlice], None]
@@ -58,13 +58,17 @@ class Rounding:
     groups: frozenset[int]
     _tables: dict[tuple[Named, ...], Positions] = field(default_factory=dict, init=False, repr=False)
 
-    def update(self, call: Slices, step: int, rule: Rule) -> None:
+    def key(self, step: int) -> int:
+        """The key of the roundings of a step, as an int64."""
+        return signed(fold(self.seed, f"round:{step}"))
+
+    def update(self, call: Slices, key: Key, rule: Rule) -> None:
         """Update slices: parameters and those buffers that are bfloat16 too are widened, updated and rounded."""
         for part in _batches(call.params):
             batch = Slices(call.cut, call.params[part], call.grads[part], call.states[part], call.places[part])
-            self._update(batch, step, rule)
+            self._update(batch, key, rule)
 
-    def _update(self, batch: Slices, step: int, rule: Rule) -> None:
+    def _update(self, batch: Slices, key: Key, rule: Rule) -> None:
         cut, params, grads, states, places = batch
         kept = [(at, *item) for at, state in enumerate(states) for item in state.items() if item[1].dtype == NARROW]
         kept.sort(key=lambda one: one[2].shape != params[one[0]].shape)  # those of other shapes are rounded to nearest
@@ -77,7 +81,7 @@ class Rounding:
         rule(views[: len(params)], views[len(targets) :], wide, cut)
         named = [(*place, "") for place in places] + [(*places[at], name) for at, name, _ in kept]
         positions = self._positions(tuple(named[:alike]), begins, flat.device)
-        key, kernel = fold(self.seed, f"round:{step}"), kernel_of(flat)
+        kernel = kernel_of(flat)
         if kernel is None:
             round_(flat, begins[alike], positions, key)
             foreach_copy_(targets, views[: len(targets)])
@@ -149,11 +153,12 @@ def right(kernel: Kernel, device: torch.device) -> Kernel | None:
         for maps in ((), ((16, 48, 7),), ((3, 5, 1), (30, 90, 60))):
             rows = [LeafPart(0, 3, 32, maps), LeafPart(16, 1 << 63, 0), LeafPart(1024, 5, 0, maps)]
             positions = Positions.of(rows, device)
-            out, want = torch.zeros(2997, dtype=torch.bfloat16, device=device), numbers.clone()
-            kernel(out, numbers[8:3005], 8, positions, -1)
-            round_(want, 3008, positions, -1)
-            if not torch.equal(out.float().nan_to_num(1e9), want[8:3005].nan_to_num(1e9)):
-                return False
+            for key in (-1, torch.full((), -1, device=device)):
+                out, want = torch.zeros(2997, dtype=torch.bfloat16, device=device), numbers.clone()
+                kernel(out, numbers[8:3005], 8, positions, key)
+                round_(want, 3008, positions, key)
+                if not torch.equal(out.float().nan_to_num(1e9), want[8:3005].nan_to_num(1e9)):
+                    return False
         return True
 
     return checked(kernel, "that rounds stochastically", device, same, "thirty kernels make them")

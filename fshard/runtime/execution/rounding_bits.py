@@ -23,6 +23,10 @@ MIX = ((30, -4658895280553007687), (27, -7723592293110705685), (31, 1))
 """Shifts of a state that is xored with itself, and what it is multiplied by then."""
 
 
+Key = int | Tensor
+"""64 bits of a rounding, or where they are: one int64 element on the device."""
+
+
 class LeafPart(NamedTuple):
     """A leaf's part of a buffer.
 
@@ -93,7 +97,7 @@ class Positions:
         return 1 if self.levels else 4
 
 
-def round_(x: Tensor, end: int, positions: Positions, key: int) -> None:
+def round_(x: Tensor, end: int, positions: Positions, key: Key) -> None:
     """Round float32 numbers up to an end to bfloat16's, in place: up or down, with the probability of what is cut off.
 
     Infinities and nan stay.
@@ -102,7 +106,7 @@ def round_(x: Tensor, end: int, positions: Positions, key: int) -> None:
         x: 1-D.
         end: a multiple of four.
         positions: the leaves that it holds.
-        key: 64 bits, of this rounding.
+        key: of this rounding.
 
     >>> x = torch.full((8,), 1.00390625)  # between two neighbours
     >>> round_(x, 8, Positions.of([LeafPart(0, 7, 0)], x.device), key=1)
@@ -122,18 +126,19 @@ def block(device: torch.device) -> int:
     return 1 << 16 if device.type == "cpu" else 1 << 22
 
 
-def _bits(positions: Positions, begin: int, end: int, key: int) -> Tensor:
+def _bits(positions: Positions, begin: int, end: int, key: Key) -> Tensor:
     """Random bits for elements of a buffer: int16, from ``-2**15`` to ``2**15 - 1``."""
     grain, table = positions.grain, positions.table
+    key = key if isinstance(key, Tensor) else signed(key)
     at = torch.arange(begin // grain, end // grain, device=table.device)
     leaf = torch.bucketize(at, positions.ends, right=True)
     if grain == 4:
-        return _mixed(positions.base[leaf].add_(at, alpha=WEYL).add_(signed(key))).view(torch.int16)
-    _, keys, far, *maps = table[:, leaf]
+        return _mixed(positions.base.index_select(0, leaf).add_(at, alpha=WEYL).add_(key)).view(torch.int16)
+    _, keys, far, *maps = table.index_select(1, leaf)
     index = at.add_(far)
     for a, b, c in zip(*[iter(maps)] * 3, strict=True):
         index = (index // a).mul_(b).add_(index % a).add_(c)
-    state = _mixed(keys.add(index >> 2, alpha=WEYL).add_(signed(key)))
+    state = _mixed(keys.add(index >> 2, alpha=WEYL).add_(key))
     return (state >> (index & 3).mul_(16)).to(torch.int16)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from fshard.runtime.comm.triton_language import constexpr, tl, triton
-from fshard.runtime.execution.rounding_bits import MIX, WEYL, Positions, signed
+from fshard.runtime.execution.rounding_bits import MIX, WEYL, Key, Positions, signed
 
 BLOCK = 1024
 """Elements that one program of the kernel rounds."""
@@ -28,7 +28,10 @@ def _round_to(  # type: ignore[no-untyped-def]
     mix: constexpr,
     grain: constexpr,
     counters: constexpr,
+    stored: constexpr,
 ):
+    if stored:
+        key = tl.load(key)
     first = (tl.program_id(0).to(tl.int64) * counters + tl.arange(0, counters)) * grain
     leaf = tl.zeros((counters,), tl.int64)
     for number in tl.static_range(searches):
@@ -55,14 +58,15 @@ KERNEL: Any = None if triton is None else triton.jit(_round_to, do_not_specializ
 CONSTANTS = {"weyl": WEYL, "mix": tuple(n for shift, factor in MIX for n in (shift, (1 << 64 - shift) - 1, factor))}
 
 
-def round_to(out: Tensor, x: Tensor, begin: int, positions: Positions, key: int) -> None:
+def round_to(out: Tensor, x: Tensor, begin: int, positions: Positions, key: Key) -> None:
     """``out``, bfloat16, = ``x``, float32, rounded as by ``round_``; ``begin`` is the first element in the buffer."""
-    leaves, counters = positions.table.shape[1], BLOCK // positions.grain
+    leaves, counters, stored = positions.table.shape[1], BLOCK // positions.grain, isinstance(key, Tensor)
     KERNEL[(triton.cdiv(len(x), BLOCK),)](
-        *(out, x, begin, len(x), positions.table, leaves, signed(key)),
+        *(out, x, begin, len(x), positions.table, leaves, key if isinstance(key, Tensor) else signed(key)),
         searches=(leaves - 1).bit_length(),
         levels=positions.levels,
         grain=positions.grain,
         counters=counters,
+        stored=stored,
         **CONSTANTS,
     )

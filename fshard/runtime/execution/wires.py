@@ -4,7 +4,7 @@ A reduction packs each rank's gradient once. The parts travel all-to-all, or to 
 order of ranks, in the dtype of the sum: nothing is packed again on the way (ZeRO++, Wang et al., 2023).
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fshard.runtime.comm import Handle
 from fshard.runtime.comm.communicator import Communicator
-from fshard.runtime.comm.device_streams import Event, events
+from fshard.runtime.comm.nccl import NcclCommunicator
 from fshard.runtime.comm.packing import (
     MOST,
     PIECE,
@@ -83,7 +83,7 @@ class JointHandle:
             handle.wait()
 
 
-def rows_gathered(comm: Communicator, full: Tensor, shard: Tensor, numel: int, after: Sequence[Event | None]) -> Handle:
+def rows_gathered(comm: Communicator, full: Tensor, shard: Tensor, numel: int) -> Handle:
     """Start an all-gather of rounded rows, which arrive where units read them: payloads, and behind them scales.
 
     Args:
@@ -91,11 +91,12 @@ def rows_gathered(comm: Communicator, full: Tensor, shard: Tensor, numel: int, a
         full: bytes for all rows.
         shard: this rank's.
         numel: the elements of all rows, each a byte of the payload.
-        after: what the transfers wait for.
     """
     own = numel // comm.size
-    scales = comm.all_gather(full[numel:], shard[own:], after)
-    return JointHandle((scales, comm.all_gather(full[:numel], shard[:own], after)))
+    outs, parts = (full[numel:], full[:numel]), (shard[own:], shard[:own])
+    if isinstance(comm, NcclCommunicator):
+        return comm.all_gathers(outs, parts)
+    return JointHandle(tuple([comm.all_gather(out, part) for out, part in zip(outs, parts, strict=True)]))
 
 
 def scattered(
@@ -113,7 +114,7 @@ def scattered(
     sent = full.new_empty((comm.size, form.nbytes(out.numel())), dtype=torch.uint8)
     pack_rows(full.view(comm.size, -1), form, sent, kernels)
     rows = torch.empty_like(sent)
-    work = comm.all_to_all(rows.view(-1), sent.view(-1), None, None, events(sent.device))
+    work = comm.all_to_all(rows.view(-1), sent.view(-1), None, None)
     return Unpacking(work, lambda: unpack_sum(rows, form, out, add, kernels), (sent, rows))
 
 
@@ -129,7 +130,7 @@ def updated(comm: Communicator, own: Tensor, param: Tensor, held: Tensor, form: 
     """
     sent = packed(own - held, form)
     rows = sent.new_empty((comm.size, sent.numel()))
-    work = comm.all_gather(rows.view(-1), sent, events(sent.device))
+    work = comm.all_gather(rows.view(-1), sent)
     return Unpacking(work, lambda: add_rows(rows, form, param), (sent, rows))
 
 
@@ -171,7 +172,7 @@ def summed(
     """
     sent = packed(own if residual is None else residual.added(own), form, kernels)
     rows = sent.new_empty((comm.size, sent.numel()))
-    work = comm.all_gather(rows.view(-1), sent, events(sent.device))
+    work = comm.all_gather(rows.view(-1), sent)
     if residual is not None:
         unpack(sent, form, residual.after, -1)
     return Unpacking(work, lambda: unpack_sum(rows, form, own, False, kernels), (sent, rows))

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from fshard.runtime.comm import Handle
+from fshard.runtime.comm import Done, Handle
 from fshard.runtime.comm.device_streams import Event, Stream, copy_stream, events
 from fshard.sharding.layout import Group
 from fshard.sharding.mesh import Mesh
@@ -35,35 +35,36 @@ class Offload:
         """The stream of copies to the host."""
         return copy_stream(self.mesh.device, "to host memory")
 
-    def fetch(self, group: Group, target: Tensor, shard: Tensor, after: Events) -> tuple[Tensor, Events]:
+    def fetch(self, group: Group, target: Tensor, shard: Tensor) -> tuple[Tensor, Events]:
         """Copy a shard to its place in the gathered buffer, so that it needs no further memory on the device.
+
+        The copy comes after all that the current stream was given so far, whoever has read the buffer.
 
         Args:
             group: its group.
             target: the buffer to be gathered, rank-major.
             shard: this rank's part, in host memory.
-            after: events to wait for before ``target`` is written.
 
         Returns:
             The part of ``target``, and the events to wait for before it is read.
         """
         part = self.mesh.index(group.gather_axes)
         own = target[part * shard.numel() : (part + 1) * shard.numel()]
-        with self.inward.after(after):
+        with self.inward.after(events(self.mesh.device)):
             own.copy_(shard, non_blocking=True)
-            self.fetched[group.id] = self.inward.record()
+            self.fetched[group.id] = self.inward.record(self.fetched.get(group.id))
         return own, (self.fetched[group.id],)
 
-    def store(self, group: Group, home: Tensor, grad: Tensor, after: Events) -> Handle:
+    def store(self, group: Group, home: Tensor, grad: Tensor) -> Handle:
         """Start to copy a gradient to the host. Its memory on the device can be freed after waiting for the handle."""
-        with self.outward.after(after):
+        with self.outward.after(events(self.mesh.device)):
             home.copy_(grad, non_blocking=True)
-            self.sent[group.id] = self.outward.record()
+            self.sent[group.id] = self.outward.record(self.sent.get(group.id))
         return CopyHandle(self.outward, (self.sent[group.id],))
 
-    def passing(self, after: Events) -> Handle:
+    def passing(self, after: Events | None) -> Handle:
         """A handle that waits for events."""
-        return CopyHandle(self.inward, after)
+        return Done() if after is None else CopyHandle(self.inward, after)
 
     def synchronize(self, group: Group, written: bool = False) -> None:
         """Block until the CPU may write a group's fetched parameters and read its sent gradients.

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from fshard.errors import PlanError, RematError
 from fshard.runtime.comm.communicators import Communicators
+from fshard.runtime.comm.device_streams import copy_stream
 from fshard.runtime.comm.facts import digest
 from fshard.runtime.engine.engine import UNKNOWN, Engine, Sink, Traits
 from fshard.runtime.engine.hosted_activations import HostedActivations
@@ -299,7 +300,8 @@ class Programs:
         if beside is not None:
             return engine, beside.beside(engine.slots, self.comms, gradients)
         resident = Resident(memory, packing_kernels(self.cache))
-        return engine, Actions(engine.slots, self.comms, gradients, resident, memory.poison)
+        aside = copy_stream(self.plan.mesh.device, "updates") if self.policy.update == "beside" else None
+        return engine, Actions(engine.slots, self.comms, gradients, resident, memory.poison, aside)
 
     def _compiled(self, prepared: Prepared, found: ProgramTrace) -> None:
         if self.cache is None:

@@ -12,6 +12,7 @@ from fshard.optim import checks
 from fshard.optim.base import Optimizer
 from fshard.optim.contract import contract
 from fshard.optim.scaling import LossScale
+from fshard.runtime.comm.device_streams import ComputeOrder
 from fshard.runtime.engine.buckets import Buckets
 from fshard.runtime.engine.remat_rules import NO_REMAT, Remat, read_remat
 from fshard.runtime.steps.clip import Clip
@@ -73,7 +74,7 @@ def read_running(
     if problems := [*flag_problems(debug=debug)]:
         raise PlanError("; ".join(problems))
     if not updates and policy.update != "deferred":
-        raise PlanError(f"schedule={schedule!r}: only fs.make_train_step can update in the backward")
+        raise PlanError(f"schedule={schedule!r}: only fs.make_train_step can have update={policy.update!r}")
     if not updates and isinstance(policy, Policy) and policy.graph != "none":
         raise PlanError(f"schedule={schedule!r}: only fs.make_train_step captures graphs")
     return RunOptions(policy, debug, compile, read_remat(remat), buckets)
@@ -122,6 +123,22 @@ def step_problems(loss_fn: Any, plan: Plan, clip: Clip, accumulate: Any, policy:
             "accumulation='full' adds up whole gradients in the dtype that travels, and Precision(reduce=) rounds that "
             "at every microbatch: use accumulation='sharded'"
         )
+
+
+def beside_problems(plan: Plan, policy: Policy | Auto) -> Iterator[str]:
+    """Say why updates cannot run beside compute."""
+    if policy.update != "beside":
+        return
+    asked, remedy = "update='beside'", "use update='deferred', whose bits are the same"
+    if plan.mesh.device.type not in ComputeOrder.kinds:
+        yield f"{asked} needs the streams of a GPU, and the mesh is on device {str(plan.mesh.device)!r}: {remedy}"
+    if plan.stages is not None:
+        yield f"{asked} is not for stages of a pipeline: {remedy}"
+    for group in plan.groups:
+        if group.trainable and (group.offloaded or group.kinds.hosted or group.kinds.opt != "device"):
+            path = group.leaves[0].path
+            yield f"{asked}: {path} or its optimizer state is in memory of the host, or updated there: {remedy}"
+            return
 
 
 def feedback_problems(plan: Plan, policy: Policy | Auto) -> Iterator[str]:

@@ -8,9 +8,10 @@ from torch import Tensor
 from fshard.optim.base import rate
 from fshard.runtime.execution import PendingUpdate
 
-RATE, COUNT, SKIP, SEED, DIVISORS = range(5)
-"""Places of the learning rate, the number of the update, whether nothing is updated, the seed of the backward, and of
-what gradients are divided by, one for each rule of clipping."""
+RATE, COUNT, SKIP, SEED, KEY, DIVISORS = range(6)
+"""Places of the learning rate, the number of the update, whether nothing is updated, the seed of the backward,
+the key of stochastic rounding, as the bits of an int64, and of what gradients are divided by, one for each rule of
+clipping."""
 
 
 class Dials:
@@ -34,12 +35,14 @@ class Dials:
             update: the update that waits; None if nothing is to be updated.
             seed: the gradient of a loss from which its backward starts.
         """
-        values = [0.0, 1.0, 1.0, seed, *[1.0] * (len(self.wide) - DIVISORS)]
+        values, key = [0.0, 1.0, 1.0, seed, 0.0, *[1.0] * (len(self.wide) - DIVISORS)], 0
         if update is not None:
             number = update.step + 1
             scales = [1.0 if scale is None else scale for scale in update.scale]
-            values = [rate(update.opt.lr, number), float(number), 0.0, seed, *scales]
+            values = [rate(update.opt.lr, number), float(number), 0.0, seed, 0.0, *scales]
+            key = 0 if update.rounding is None else update.rounding.key(update.step)
         given = torch.tensor(values, dtype=torch.float64, device="cpu", pin_memory=self.pinned)
+        given.view(torch.int64)[KEY] = key
         self.wide.copy_(given, non_blocking=True)
 
     def begin(self) -> None:
@@ -50,6 +53,11 @@ class Dials:
     def seed(self) -> Tensor:
         """The gradient of a loss, 0-dim."""
         return self.wide[SEED]
+
+    @property
+    def key(self) -> Tensor:
+        """The key of stochastic rounding, int64, 0-dim."""
+        return self.wide.view(torch.int64)[KEY]
 
     def of(self, limit: int, dtype: torch.dtype) -> dict[str, Any]:
         """Arguments of the optimizer's update, for slices of a clipping rule whose gradients are of a dtype."""

@@ -3,7 +3,6 @@
 from collections.abc import Iterator
 
 from fshard.optim.base import Optimizer
-from fshard.runtime.execution import rounded_groups
 from fshard.runtime.memory.optimizer_layout import left_by_sums
 from fshard.runtime.steps import Options
 from fshard.runtime.whole_graph.device_capture import Capture
@@ -44,14 +43,11 @@ def graph_problems(plan: Plan, opt: Optimizer, options: Options, capture: Captur
 
 
 def _group_problems(plan: Plan, asked: str) -> Iterator[str]:
-    """Say which groups the host takes part in, or draw numbers by the step."""
-    rounded = rounded_groups(plan)
+    """Say which groups the host takes part in, or which leave something for the next step."""
     for group in plan.groups:
         path = group.leaves[0].path
         if group.offloaded or group.kinds.hosted or group.kinds.opt != "device":
             yield f"{asked}: {path} or its optimizer state is kept in memory of the host, or updated there"
-        elif group.id in rounded:
-            yield f"{asked}: {path} is rounded stochastically, by random numbers whose key is made on the host"
         elif left_by_sums(group):
             yield f"{asked}: sums of the gradient of {path} leave something for the next step (fs.Wire)"
         else:

@@ -21,7 +21,7 @@ import torch
 
 from fshard.errors import CommError
 from fshard.runtime.comm import exchange
-from fshard.runtime.execution import PendingUpdate, Update
+from fshard.runtime.execution import PendingUpdate, Update, rounded_groups
 from fshard.runtime.execution.executor import Scheduled
 from fshard.runtime.graphs.surroundings import Surroundings, recorded
 from fshard.runtime.steps import Programs, Runner
@@ -69,6 +69,7 @@ class GraphRunner(Runner):
     def __init__(self, fn: Callable[..., Any], programs: Programs, rules: int, capture: Capture) -> None:
         super().__init__(fn, programs)
         self.capture, self.rules = capture, rules
+        self.warm = WARM + bool(rounded_groups(programs.plan))  # the first update makes tables for rounding
         self.held: list[StepGraph] = []
         self.refusal = ""
         self._graph: StepGraph | None = None  # of the step under way, if it has one
@@ -107,11 +108,13 @@ class GraphRunner(Runner):
         if why := self._update_problem(ready.request.update):
             return why
         if graph.replay is not None:
-            if graph.surroundings is None or graph.surroundings.holds():
+            waits = _waits(ready.request.update)
+            same = waits is None or waits.rounding is graph.rounding
+            if same and (graph.surroundings is None or graph.surroundings.holds()):
                 return READY
             graph.seen, graph.replay = 0, None
             return CHANGED
-        if graph.seen < WARM:
+        if graph.seen < self.warm:
             return FIRST
         return CAPTURES if _waits(ready.request.update) is not None else NO_UPDATE
 
@@ -162,7 +165,7 @@ class GraphRunner(Runner):
         where = "" if mine == worst else f"rank {agreed.modes.index(worst)}: "
         self._say(f"eager: {where}{own or WHY[worst]}")
         host = HostWork(self.plan.mesh.device)
-        with host if graph is not None and graph.seen == WARM - 1 and not self.refusal else nullcontext():
+        with host if graph is not None and graph.seen == self.warm - 1 and not self.refusal else nullcontext():
             ran = super()._run(agreed)
         if graph is not None and ran.end is DONE:
             graph.seen += 1
@@ -249,6 +252,7 @@ class GraphRunner(Runner):
         given, prepared = ready.request, ready.prepared
         assert given.update is not None and prepared.route is not None
         update = Update(given.shards, given.update.pending, given.update.stale, self.dials)
+        graph.rounding = given.update.pending.rounding if isinstance(given.update.pending, PendingUpdate) else None
         request = given._replace(update=update, randomness=nullcontext, seed=self.dials.seed)
         executor = Scheduled(prepared.route, prepared.actions, given.shield)
         executor.cursor = 1

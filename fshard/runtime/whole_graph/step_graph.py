@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fshard import tree
 from fshard.runtime.engine.batch import microbatches, signature
-from fshard.runtime.execution import Shards
+from fshard.runtime.execution import Rounding, Shards
 from fshard.runtime.graphs.surroundings import Surroundings
 from fshard.runtime.steps import Prepared
 from fshard.runtime.steps.interpreter_modes import modes
@@ -61,6 +61,7 @@ class StepGraph:
         norms: of gradients, see ``Runner._norms``.
         record: the ops that it does.
         surroundings: the values that the Python of the loss function has read.
+        rounding: that of its update: tables on the device depend on its seed.
     """
 
     key: Hashable
@@ -74,6 +75,7 @@ class StepGraph:
     norms: tuple[RuleNorms, Sequence[RuleNorms]] = ((), ())
     record: Sequence[Op] = ()
     surroundings: Surroundings | None = None
+    rounding: Rounding | None = None
 
     def fits(self, key: Hashable, prepared: Prepared, shards: Shards) -> bool:
         """Tell whether it is for this program and this memory."""
