@@ -1,7 +1,10 @@
 """``fs.train``: runs the script of a config, and says which key a failure is about."""
 
+import ast
+import json
 import linecache
 import os
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -83,10 +86,12 @@ def about(read: ReadConfig, name: str, remedy: str = "", kinds: Any = USUAL) -> 
     try:
         yield
     except (Exception, SystemExit) as error:
-        known = isinstance(error, kinds) or name == "model.source"
+        staged = isinstance(error, PlanError) and "fs.Stages(" in str(error)
+        known = isinstance(error, kinds) or name == "model.source" or staged
         if not known or "told" in vars(error):  # by a function that this one calls
             raise
-        values, text = flat(read.config), _told(error, remedy)
+        values, text = flat(read.config), in_keys(_told(error, remedy))
+        name = "mesh.leaves" if staged and "mesh.leaves" in text else name
         table = name.rpartition(".")[0]  # a failure may begin with the name of its argument, such as units
         names = {key[len(table) + 1 :]: key for key in values if key.rpartition(".")[0] == table}
         keys = [key for last, key in names.items() if text.startswith(last) or f"({last}=)" in text]
@@ -96,6 +101,24 @@ def about(read: ReadConfig, name: str, remedy: str = "", kinds: Any = USUAL) -> 
         found = kind(place + text)
         vars(found).update(told=True)
         raise found from error
+
+
+def in_keys(text: str) -> str:
+    """A failure that names ``fs.Stages``, in the words of a config.
+
+    >>> in_keys("give fs.Stages(axis, leaves=[('norm', 1), ('table', (0, 1))]).")
+    'give mesh.leaves = [["norm", 1], ["table", 0, 1]].'
+    """
+
+    def key(found: re.Match[str]) -> str:
+        pairs = [pair for pair in ast.literal_eval(found[1]) if pair is not ...]
+        rows = [[pattern, *(stages if isinstance(stages, tuple) else [stages])] for pattern, stages in pairs]
+        return f"mesh.leaves = {json.dumps(rows)}"
+
+    text = re.sub(r"fs\.Stages\(axis, leaves=(\[.*\])\)", key, text)
+    return text.replace("fs.Stages(leaves=)", "mesh.leaves").replace(
+        "fs.Stages(axis, cut=(2, 3))", "in a script (--emit-script), fs.Stages(axis, cut=(2, 3))"
+    )
 
 
 def _told(error: BaseException, remedy: str) -> str:
