@@ -64,7 +64,7 @@ class PlannedStep:
     given: str
 
     def text(self) -> str:
-        """What must be equal on all ranks, in lines."""
+        """Lines that are equal on all ranks of a step."""
         ranks = [f"position {at}\n{each}" for at, each in enumerate(self.schedules.ranks)]
         return "\n".join([f"a microbatch of {self.given}", *ranks])
 

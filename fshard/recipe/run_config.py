@@ -86,12 +86,10 @@ def about(read: ReadConfig, name: str, remedy: str = "", kinds: Any = USUAL) -> 
     try:
         yield
     except (Exception, SystemExit) as error:
-        staged = isinstance(error, PlanError) and "fs.Stages(" in str(error)
-        known = isinstance(error, kinds) or name == "model.source" or staged
+        known = isinstance(error, kinds) or name == "model.source" or "fs.Stages(" in str(error)
         if not known or "told" in vars(error):  # by a function that this one calls
             raise
         values, text = flat(read.config), in_keys(_told(error, remedy))
-        name = "mesh.leaves" if staged and "mesh.leaves" in text else name
         table = name.rpartition(".")[0]  # a failure may begin with the name of its argument, such as units
         names = {key[len(table) + 1 :]: key for key in values if key.rpartition(".")[0] == table}
         keys = [key for last, key in names.items() if text.startswith(last) or f"({last}=)" in text]
