@@ -129,8 +129,8 @@ class Lab:
 
     def _remove(self) -> None:
         if self.forwarder is not None:
-            self.forwarder.kill()
-            self.forwarder.wait()
+            with self.forwarder:  # which waits for it
+                self.forwarder.kill()
         for name in (*self.names, self.switch):
             remove(name)
 
