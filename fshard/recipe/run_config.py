@@ -89,14 +89,14 @@ def about(read: ReadConfig, name: str, remedy: str = "", kinds: Any = USUAL) -> 
         known = isinstance(error, kinds) or name == "model.source" or "fs.Stages(" in str(error)
         if not known or "told" in vars(error):  # by a function that this one calls
             raise
-        values, text = flat(read.config), in_keys(_told(error, remedy))
+        values, text = flat(read.config), _told(error, remedy)
         table = name.rpartition(".")[0]  # a failure may begin with the name of its argument, such as units
         names = {key[len(table) + 1 :]: key for key in values if key.rpartition(".")[0] == table}
         keys = [key for last, key in names.items() if text.startswith(last) or f"({last}=)" in text]
         name = [*keys, name][0]
         place = f"{read.place(name)}: {name}{f' = {values[name]!r}' if name in values else ''}: "
         kind = ImportError if isinstance(error, ImportError) else PlanError
-        found = kind(place + text)
+        found = kind(place + in_keys(text))
         vars(found).update(told=True)
         raise found from error
 

@@ -166,7 +166,7 @@ def test_a_mistake_is_said_with_its_line(
         (["step.pipeline=zbv"], "command line: step.pipeline = 'zbv': orders are those of stages: give mesh.stages"),
         ([*STAGED, "step.pipeline=zbv", "step.schedule=auto"], "step.schedule = 'auto': it chooses the order"),
         ([*STAGED, "mesh.leaves=[['a']]"], "mesh.leaves = [['a']]: ['a'] is no leaf of stages: give [pattern, stage"),
-        ([*STAGED, "mesh.leaves=[['embed.*', 7]]"], "command line: mesh.leaves = [['embed.*', 7]]: mesh.leaves: [7]"),
+        ([*STAGED, "mesh.leaves=[['embed.*', 7]]"], "command line: mesh.leaves = [['embed.*', 7]]: mesh.leaves: pat"),
         (["rate.warmup=5"], "command line: rate.warmup = 5: give fewer steps than the 2 of the run"),
         (["rate.floor=1.0"], "command line: rate.floor = 1.0: give at most rate.peak = 0.0003"),
         (["out=text.txt/run"], "command line: out = 'text.txt/run': no folder can be there: give another path"),
