@@ -60,6 +60,16 @@ def lacks_leaves(
     return PlanError(lines("stages: code outside of units reads leaves of other stages:", rows, remedy))
 
 
+def beside_results(calls: Sequence[str]) -> PlanError:
+    """Units whose values reach other code in other ways than by their results."""
+    remedy = (
+        "Return them from the unit. Models of transformers collect hidden states, attentions and logits of routers so: "
+        "output_router_logits=False, output_hidden_states=False."
+    )
+    head = "stages: code of other stages reads values that hooks, lists or globals have from inside of these units:"
+    return PlanError(lines(head, calls[:SHOWN], remedy))
+
+
 def scattered_leaves(call: str, stages: Mapping[str, Sequence[int]]) -> PlanError:
     """A unit whose leaves are on no common stage."""
     rows = [f"{path} is held by {_held(held)}" for path, held in stages.items()]

@@ -82,6 +82,31 @@ def doubling(rank: int) -> PipelineProgram:
     return PipelineProgram(stack.params, make, stack.units, stack.batch)
 
 
+def keeping(reads: int, inner: bool) -> PipelineProgram:
+    """Four maps that put their result, or a value inside of them, into a list, of which the loss reads one."""
+    made, kept = PROGRAMS["unet"](), list[torch.Tensor]()
+
+    def make(unit: Any) -> Any:
+        def keeps(p: Any, x: torch.Tensor) -> torch.Tensor:
+            y = x @ p["w"]
+            out = torch.tanh(y)
+            kept.append(y if inner else out)
+            return out
+
+        one = unit(keeps)
+
+        def loss_fn(params: Any, batch: Any) -> Any:
+            kept.clear()
+            x = batch["x"]
+            for name in "abcd":
+                x = one(params[name], x)
+            return x.square().mean() + kept[reads].square().mean()
+
+        return loss_fn
+
+    return PipelineProgram({f"{name}.w": torch.eye(8) for name in "abcd"}, make, tuple("abcd"), made.batch)
+
+
 def asks(inner: Any) -> Any:
     """A loss that values decide."""
 
@@ -208,6 +233,16 @@ STEPS: dict[str, Case] = {
         "PlanError",
         ("writes in place to results that share memory", "output 0 of unit", ".clone()"),
     ),
+    "a value inside of a unit": (
+        lambda mesh: given(lambda inner: inner, keeping(0, True))(mesh),
+        "PlanError",
+        ("from inside of these units", "keeps(a)", "Return them from the unit"),
+    ),
+    "a result that is kept inside of a unit": (
+        lambda mesh: given(lambda inner: inner, keeping(1, False))(mesh),
+        "PlanError",
+        ("from inside of these units", "keeps(b)"),
+    ),
     "a leaf elsewhere": (
         given(lambda inner: inner, PROGRAMS["tied"](), leaves=[("bias", -1)]),
         "PlanError",
@@ -265,6 +300,13 @@ def test_order_without_stages() -> None:
     run = StagedRun(policy={"pipeline": "gpipe"})
     with pytest.raises(fs.errors.PlanError, match="the plan has no stages"):
         mesh.run(lambda: made(run, mesh))
+
+
+def test_values_inside_of_units_of_the_same_stage() -> None:
+    """A list may have them: the stage that reads them has called the unit."""
+    mesh = fs.virtual_mesh((2, 1), ("stage", "data"))
+    for inner in (True, False):
+        mesh.run(lambda: given(lambda inner: inner, keeping(-1, inner))(mesh))  # noqa: B023
 
 
 def test_many_lengths(monkeypatch: pytest.MonkeyPatch) -> None:

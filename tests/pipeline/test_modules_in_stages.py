@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 import fshard as fs
+from fshard.errors import PlanError
 from tests.shared import parity
 
 SIZES = {
@@ -20,7 +21,7 @@ SIZES = {
     "max_position_embeddings": 32,
     "use_cache": False,
 }
-EXPERTS = {"num_local_experts": 2, "num_experts_per_tok": 1, "output_router_logits": True}
+EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
 
 
 WORDS = {
@@ -110,12 +111,19 @@ def transformer(name: str, kind: str, sizes: dict[str, Any], units: tuple[str, .
     [
         ("Llama", {"tie_word_embeddings": False}, 4, 1),
         ("Llama", {"tie_word_embeddings": True}, 2, 2),
-        ("Mixtral", EXPERTS, 2, 1),
+        ("Mixtral", EXPERTS, 2, 2),
     ],
 )
 def test_transformers(name: str, options: dict[str, Any], stages: int, chunks: int) -> None:
-    """Tables and router logits travel."""
+    """Tables of angles are computed on each stage."""
     check((stages, 1), transformer(name, "ForCausalLM", SIZES | options, ("model.layers.*",)), chunks=chunks)
+
+
+def test_logits_of_routers_are_refused() -> None:
+    """transformers collects them by hooks, which other stages do not call: the loss would lack those."""
+    given = transformer("Mixtral", "ForCausalLM", SIZES | EXPERTS | {"output_router_logits": True}, ("model.layers.*",))
+    with pytest.raises(PlanError, match=r"(?s)inside of these units.*model\.layers\.0.*output_router_logits=False"):
+        check((2, 1), given)
 
 
 NORM = (r"encoder\.final_layer_norm\.weight", 1)
