@@ -236,12 +236,12 @@ STEPS: dict[str, Case] = {
     "a value inside of a unit": (
         lambda mesh: given(lambda inner: inner, keeping(0, True))(mesh),
         "PlanError",
-        ("from inside of these units", "keeps(a)", "Return them from the unit"),
+        ("from inside of these units", "keeps(a.w)", "Return them from the unit"),
     ),
     "a result that is kept inside of a unit": (
         lambda mesh: given(lambda inner: inner, keeping(1, False))(mesh),
         "PlanError",
-        ("from inside of these units", "keeps(b)"),
+        ("from inside of these units", "keeps(b.w)"),
     ),
     "a leaf elsewhere": (
         given(lambda inner: inner, PROGRAMS["tied"](), leaves=[("bias", -1)]),
