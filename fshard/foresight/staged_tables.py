@@ -17,7 +17,7 @@ def staged_sections(seen: StagedForesight) -> Iterator[Section]:
 
 
 def staged_closing(seen: StagedForesight) -> str:
-    """How much is missing where no order fits, and what holds less."""
+    """The memory that is missing where no order fits, and what holds less."""
     limit, least = size_text(seen.hardware.memory or 0), size_text(max(seen.chosen.held))
     return (
         f"no order fits into {limit}: the least is {least}, {order_of(seen.chosen)}\n"

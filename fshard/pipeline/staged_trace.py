@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fshard import tree
 from fshard.pipeline import staged_refusals
-from fshard.pipeline.value_sources import INNER, NONE, CallRecord, SourceEngine, Sources, SourceWatch
+from fshard.pipeline.value_sources import INNER, NONE, SourceEngine, Sources, SourceWatch, TracedCall
 from fshard.runtime.engine.engine import Engine
 from fshard.runtime.engine.loss_result import Mean, means_of
 from fshard.runtime.engine.plain_values import is_float
@@ -187,7 +187,7 @@ def call_stages(calls: Sequence[Call], reads: Mapping[str, Sequence[str]], table
 
 
 def _cut(
-    trace: ProgramTrace, stages: tuple[int, ...], records: Sequence[CallRecord], result: Sources, table: StageTable
+    trace: ProgramTrace, stages: tuple[int, ...], records: Sequence[TracedCall], result: Sources, table: StageTable
 ) -> StagedProgram:
     calls = trace.program.forward
     count = len(table.homes)
@@ -197,9 +197,7 @@ def _cut(
     for stage, record in zip(stages, records, strict=True):
         needs[stage] |= record.needs
     needs[-1] |= result
-    beside = {call for at, sources in enumerate(needs) for call in _inside_elsewhere(sources, at, stages)}
-    if beside:
-        raise staged_refusals.beside_results([str(calls[call]) for call in sorted(beside)])
+    _check_results(calls, needs, stages)
     lacking, outside = [], []
     for stage, sources in enumerate(needs):
         paths = sorted(source for source in sources if isinstance(source, str))
@@ -214,10 +212,16 @@ def _cut(
     return StagedProgram(trace, stages, edges, tuple(outside), results, tuple(last))
 
 
-def _inside_elsewhere(sources: Sources, stage: int, stages: Sequence[int]) -> list[int]:
-    """The calls of other stages from inside of which values come that are no results of them."""
-    places = [source for source in sources if not isinstance(source, str)]
-    return [call for call, output in places if output == INNER and stages[call] != stage]
+def _check_results(calls: Sequence[Call], needs: Sequence[Sources], stages: Sequence[int]) -> None:
+    """Refuse values from inside of calls, no results of them, that other stages need: those do not call the unit.
+
+    Raises:
+        PlanError: there are some.
+    """
+    places = [(at, source) for at, sources in enumerate(needs) for source in sources if not isinstance(source, str)]
+    found = {call for at, (call, output) in places if output == INNER and stages[call] != at}
+    if found:
+        raise staged_refusals.beside_results([str(calls[call]) for call in sorted(found)])
 
 
 def _backward(calls: Sequence[Call], stages: Sequence[int], backward: Sequence[Call]) -> set[int]:
@@ -268,7 +272,7 @@ def _unordered(calls: Sequence[Call], stages: Sequence[int], count: int) -> list
 
 
 def _edges(
-    needs: Sequence[Sources], stages: Sequence[int], records: Sequence[CallRecord], backward: Set[int]
+    needs: Sequence[Sources], stages: Sequence[int], records: Sequence[TracedCall], backward: Set[int]
 ) -> list[ValueEdge]:
     """The outputs of calls that other stages need, in the order of calls; ``backward`` are calls that have one."""
     found, returning = [], {stages[call] for call in backward}

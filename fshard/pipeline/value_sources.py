@@ -22,7 +22,7 @@ Sources = frozenset[Source]
 NONE: Sources = frozenset()
 
 
-class CallRecord(NamedTuple):
+class TracedCall(NamedTuple):
     """A call of a unit: what it was given came from these sources, and what it returned."""
 
     needs: Sources
@@ -35,7 +35,7 @@ class SourceEngine(Engine):
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        self.records: list[CallRecord] = []
+        self.records: list[TracedCall] = []
         self.watch = SourceWatch(self)
 
     def call(self, unit: Unit, params: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -52,7 +52,7 @@ class SourceEngine(Engine):
             if isinstance(leaf, Tensor):
                 self.watch.begin(leaf, frozenset({(len(self.records), number)}))
                 self.watch.outputs.setdefault(storage_of(leaf), []).append((len(self.records), number))
-        self.records.append(CallRecord(needs, spec, leaves))
+        self.records.append(TracedCall(needs, spec, leaves))
         return tree.unflatten(spec, leaves)
 
 
