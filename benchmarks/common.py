@@ -202,6 +202,7 @@ def run_workers(
     script: str = "worker.py",
     timeout: float = 900,
     together: int = 1,
+    delay: float = 0.0,
 ) -> Any:
     """Run a script on every rank, and return what rank 0 has written.
 
@@ -212,6 +213,7 @@ def run_workers(
         script: in this folder; it gets ``--out FILE``, too.
         timeout: seconds until the workers are given up.
         together: ranks on one host of the lab.
+        delay: seconds for which links of the lab hold each packet.
     """
     lab.unwind_on_signals()
     with tempfile.TemporaryDirectory() as folder:
@@ -224,7 +226,7 @@ def run_workers(
             around = {**QUIET, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "GLOO_SOCKET_IFNAME": "lo"}
             status = lab.run_ranks([command] * ranks, around, timeout)
         else:
-            with lab.Lab(ranks, rate, together) as links:
+            with lab.Lab(ranks, rate, together, delay) as links:
                 commands = [links.command(rank, command) for rank in range(ranks)]
                 status = lab.run_ranks(commands, {**QUIET, **links.environment()}, timeout)
         if status:

@@ -3,7 +3,8 @@
 One veth pair a rank leads to a bridge, which has a namespace of its own too, so the machine's own network is not
 touched. A token bucket on both ends of each pair is the link: what a rank sends and what it receives are shaped, each
 to the full rate. With ``--together 2`` every two ranks share a host, that is a namespace and its link: among themselves
-they talk over loopback, or by shared memory. Needs Linux, root and iproute2.
+they talk over loopback, or by shared memory. With ``--delay 0.001`` links also hold each packet for a millisecond
+(``delays.py``), and only what a rank sends is shaped. Needs Linux, root and iproute2.
 
 A lab that was killed leaves namespaces behind; the next one removes them. Its ranks die with it.
 
@@ -51,12 +52,14 @@ class Lab:
         ranks: how many there will be.
         rate: of each link, as ``tc`` reads it: ``1gbit``, ``200mbit``.
         together: ranks on one host, which is one namespace with one link.
+        delay: seconds for which links hold each packet.
     """
 
-    def __init__(self, ranks: int, rate: str, together: int = 1) -> None:
+    def __init__(self, ranks: int, rate: str, together: int = 1, delay: float = 0.0) -> None:
         if together < 1 or ranks % together:
             raise LabError(f"{ranks} ranks cannot be put on hosts of {together}")
-        self.rate, self.together = rate, together
+        self.rate, self.together, self.delay = rate, together, delay
+        self.forwarder: subprocess.Popen[str] | None = None
         owner = f"{PREFIX}-{os.getpid()}-{started(os.getpid())}"
         self.switch = f"{owner}-switch"
         self.names = [f"{owner}-{host}" for host in range(ranks // together)]
@@ -92,6 +95,19 @@ class Lab:
     def _build(self) -> None:
         for name in (self.switch, *self.names):
             _ip("netns", "add", name)
+        if self.delay:
+            self._hold()
+        else:
+            self._bridge()
+        for host, name in enumerate(self.names):
+            _ip("-n", name, "address", "add", f"{_address(host)}/24", "dev", DEVICE)
+            _ip("-n", name, "link", "set", "lo", "up")
+            _ip("netns", "exec", name, "sh", "-c", f"echo {CONTROL} > /proc/sys/net/ipv4/tcp_congestion_control")
+            _ip("-n", name, "link", "set", DEVICE, "up")
+            _shape(name, DEVICE, self.rate)
+
+    def _bridge(self) -> None:
+        """Join all hosts by veth pairs and a bridge."""
         _ip("-n", self.switch, "link", "add", "bridge", "type", "bridge")
         _ip("-n", self.switch, "link", "set", "bridge", "up")
         for host, name in enumerate(self.names):
@@ -99,14 +115,22 @@ class Lab:
             _ip("-n", self.switch, "link", "add", port, "type", "veth", "peer", "name", DEVICE, "netns", name)
             _ip("-n", self.switch, "link", "set", port, "master", "bridge", "up")
             _ip("-n", name, "link", "set", DEVICE, "gso_max_size", str(WHOLE))
-            _ip("-n", name, "address", "add", f"{_address(host)}/24", "dev", DEVICE)
-            _ip("-n", name, "link", "set", "lo", "up")
-            _ip("netns", "exec", name, "sh", "-c", f"echo {CONTROL} > /proc/sys/net/ipv4/tcp_congestion_control")
-            _ip("-n", name, "link", "set", DEVICE, "up")
-            for where, device in ((self.switch, port), (name, DEVICE)):
-                _shape(where, device, self.rate)
+            _shape(self.switch, port, self.rate)
+
+    def _hold(self) -> None:
+        """Join all hosts by a process that holds packets."""
+        script, hosts = Path(__file__).with_name("delays.py"), enumerate(self.names)
+        words = [str(script), str(self.delay), DEVICE, *(f"{name}={_address(host)}" for host, name in hosts)]
+        command, pipe = [sys.executable, *words], subprocess.PIPE
+        self.forwarder = subprocess.Popen(command, stdout=pipe, text=True, preexec_fn=die_with_parent)
+        assert self.forwarder.stdout is not None
+        if self.forwarder.stdout.readline() != "ready\n":
+            raise LabError(f"{' '.join(words)}: it ended with status {self.forwarder.wait()}")
 
     def _remove(self) -> None:
+        if self.forwarder is not None:
+            with self.forwarder:  # which waits for it
+                self.forwarder.kill()
         for name in (*self.names, self.switch):
             remove(name)
 
@@ -230,6 +254,7 @@ def main() -> int:
     cli.add_argument("--ranks", type=int, default=2, help="how many (default: 2)")
     cli.add_argument("--rate", default="1gbit", help="of each rank's link, as tc reads it (default: 1gbit)")
     cli.add_argument("--together", type=int, default=1, help="ranks on one host, which share a link (default: 1)")
+    cli.add_argument("--delay", type=float, default=0.0, help="seconds for which links hold a packet (default: 0)")
     cli.add_argument("--timeout", type=float, default=600, help="seconds (default: 600)")
     cli.add_argument("--clean", action="store_true", help="remove what killed labs left behind, and stop")
     cli.add_argument("command", nargs=argparse.REMAINDER, help="-- and what each rank runs")
@@ -245,7 +270,7 @@ def main() -> int:
     if not command:
         cli.error("no command: give it after --")
     unwind_on_signals()
-    with Lab(args.ranks, args.rate, args.together) as lab:
+    with Lab(args.ranks, args.rate, args.together, args.delay) as lab:
         commands = [lab.command(rank, command) for rank in range(args.ranks)]
         status = run_ranks(commands, lab.environment(), args.timeout)
         for host, sent in enumerate(lab.sent()):

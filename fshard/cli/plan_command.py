@@ -22,12 +22,12 @@ from fshard.foresight.foresight_tables import as_json, sections
 from fshard.foresight.hardware import Hardware, hardware
 from fshard.foresight.huggingface import hugging_face
 from fshard.foresight.jobs import Job, read_job, takes_mesh
-from fshard.foresight.page import write_page
+from fshard.foresight.page import write_page, write_staged_page
 from fshard.foresight.remedies import Remedy, closing, largest, open_changes, remedies
 from fshard.foresight.search import known_formats, search
 from fshard.foresight.search_table import SHOWN, Option, Search
 from fshard.foresight.staged_foresight import StagedForesight, foresee_stages
-from fshard.foresight.staged_tables import order_of, staged_json, staged_sections
+from fshard.foresight.staged_tables import staged_closing, staged_json, staged_sections
 from fshard.pipeline.pipeline_step import PipelineStep
 from fshard.pipeline.stages import Stages
 from fshard.schedule.costs import read_costs
@@ -150,9 +150,8 @@ def staged_job(args: argparse.Namespace, job: Any, mesh: Mesh) -> Any:
     staged = job.stages is not None or STAGE in mesh.axis_names if made else isinstance(job[0], PipelineStep)
     if not staged:
         return None
-    given = [f"--{name}" for name in ("search", "html") if getattr(args, name)]
-    if given:
-        raise PlanError(f"{', '.join(given)}: not for meshes with stages: leave it out, or the axis of the stages")
+    if args.search:
+        raise PlanError("--search: not for meshes with stages: leave it out, or the axis of the stages")
     return job if not made or job.stages is not None else replace(job, stages=Stages(STAGE))
 
 
@@ -161,13 +160,13 @@ def show_stages(seen: StagedForesight) -> None:
     for title, head, rows in staged_sections(seen):
         _table(title, head, rows)
     if not seen.fits:
-        limit, least = size_text(seen.hardware.memory or 0), size_text(max(seen.chosen.held))
-        print(f"no order fits into {limit}: the least is {least}, {order_of(seen.chosen)}")
-        print("what holds less: more stages, more ranks on the other axes, --remat all, fewer --rows")
+        print(staged_closing(seen))
 
 
 def _show_staged(args: argparse.Namespace, seen: StagedForesight) -> int:
     """Print a forecast of stages in the form that was asked for; returns the exit status."""
+    if args.html:
+        write_staged_page(Path(args.html), seen)
     if args.json:
         print(json.dumps(staged_json(seen), indent=1))
     else:

@@ -11,6 +11,8 @@ from fshard.arguments import size_text
 from fshard.foresight.foresee import Foresight
 from fshard.foresight.foresight_tables import Section, sections
 from fshard.foresight.remedies import Remedy, closing, largest
+from fshard.foresight.staged_foresight import StagedForesight
+from fshard.foresight.staged_tables import staged_closing, staged_sections
 from fshard.view.charts import policies, scaling
 from fshard.view.timeline import timeline
 from fshard.writing import write_whole
@@ -41,10 +43,33 @@ def write_page(path: Path, seen: Foresight, found: Sequence[Remedy]) -> None:
     write_whole(path, "\n".join(_lines(seen, found)))
 
 
-def _lines(seen: Foresight, found: Sequence[Remedy]) -> Iterator[str]:
+def write_staged_page(path: Path, seen: StagedForesight) -> None:
+    """Write the page of a forecast of stages, complete or not at all.
+
+    Raises:
+        ImportError: matplotlib is not installed.
+        PlanError: it cannot be written there.
+    """
+    write_whole(path, "\n".join([*_head(), *_staged_lines(seen), "</body></html>"]))
+
+
+def _staged_lines(seen: StagedForesight) -> Iterator[str]:
+    if not seen.fits:
+        yield f'<h2 class="over">{html.escape(staged_closing(seen))}</h2>'
+    for section in staged_sections(seen):
+        yield from _table(section)
+    yield "<h2>One step, simulated</h2>"
+    yield f'<div class="wide">{_picture(timeline(seen.chosen.schedules, seen.chosen.simulation), 70)}</div>'
+
+
+def _head() -> Iterator[str]:
     yield '<!doctype html><html lang="en"><head><meta charset="utf-8"><title>fshard plan</title>'
     yield '<meta name="viewport" content="width=device-width, initial-scale=1">'
     yield f"<style>{STYLE}</style></head><body><h1>fshard plan</h1>"
+
+
+def _lines(seen: Foresight, found: Sequence[Remedy]) -> Iterator[str]:
+    yield from _head()
     if not seen.fits:
         limit = size_text(seen.hardware.memory or 0)
         yield f'<h2 class="over">No policy fits into {limit}</h2><ul>'

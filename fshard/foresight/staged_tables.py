@@ -16,6 +16,15 @@ def staged_sections(seen: StagedForesight) -> Iterator[Section]:
     yield _orders(seen)
 
 
+def staged_closing(seen: StagedForesight) -> str:
+    """The memory that is missing where no order fits, and what holds less."""
+    limit, least = size_text(seen.hardware.memory or 0), size_text(max(seen.chosen.held))
+    return (
+        f"no order fits into {limit}: the least is {least}, {order_of(seen.chosen)}\n"
+        f"what holds less: more stages, more ranks on the other axes, --remat all, fewer --rows"
+    )
+
+
 def order_of(option: StagedOption) -> str:
     """The order of an option in words: its name, its chunks, and what it keeps."""
     policy, stages = option.policy, option.stages

@@ -11,6 +11,7 @@ from fshard.errors import PlanError
 from fshard.generation.caches import given, taken
 from fshard.generation.places import Forward, Places
 from fshard.model.split import Model
+from fshard.parallel.hf_attention import attends_over_ranks
 
 CACHES = ("past_key_values", "cache_params")
 """The names under which models take their cache."""
@@ -26,7 +27,8 @@ def hugging_face(model: Model) -> Forward:
         model: what ``fs.split`` made of a ``...ForCausalLM``.
 
     Raises:
-        PlanError: the model takes no cache of ``transformers`` (RWKV), or has one of its own (xLSTM, MiniMax).
+        PlanError: the model takes no cache of ``transformers`` (RWKV), has one of its own (xLSTM, MiniMax), or computes
+            attention over a sequence that is cut over ranks.
 
     Example::
 
@@ -40,6 +42,11 @@ def hugging_face(model: Model) -> Forward:
     config = getattr(model.module, "config", None)
     if name is None or config is None or _own_cache(kind):
         raise _no_cache(kind)
+    if attends_over_ranks(model.module):
+        raise PlanError(
+            f"fs.generation.hugging_face: attn_implementation={config._attn_implementation!r} reads no cache: give "
+            f"another model, fs.split of {kind.__name__} with attn_implementation='sdpa'; the state fits both"
+        )
     make = import_module("transformers").DynamicCache
 
     def forward(params: Any, tokens: Tensor, cache: Any, places: Places) -> tuple[Tensor, Any]:

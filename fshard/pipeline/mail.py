@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from fshard.errors import ScheduleError
+from fshard.pipeline import staged_refusals
 from fshard.pipeline.rank_program import Lane, MessageKind
 from fshard.pipeline.stage_sums import StageSums
 from fshard.runtime.comm.communicator import Communicator, Handle, Transport
@@ -59,6 +60,18 @@ class Mail:
         self.inbox.clear()
         self._handles.clear()
         self._arriving.clear()
+
+    def post(self, name: str, microbatch: int, value: Tensor) -> None:
+        """Put a value into the outbox.
+
+        Raises:
+            UnitError: it has another shape or dtype than when the program was traced, which its receiver expects.
+        """
+        edge = self.messages[name].edge
+        if value.shape != edge.shape or value.dtype != edge.dtype:
+            given, traced = (f"{str(x.dtype).removeprefix('torch.')} {list(x.shape)}" for x in (value, edge))
+            raise staged_refusals.other_message(name, microbatch, given, traced)
+        self.outbox[name, microbatch] = value
 
     def run(self, op: Op) -> Run:
         """Return what an op of an edge does."""

@@ -20,7 +20,7 @@ from fshard.pipeline.staged_passes import StagedPasses
 from fshard.pipeline.staged_task import OrderMaker, StagedTask, staged_communicators
 from fshard.pipeline.staged_trace import StagedProgram, trace_stages
 from fshard.runtime.comm.facts import Facts, digest
-from fshard.runtime.engine.batch import check_detached, check_device, check_even, microbatches, shapes, signature
+from fshard.runtime.engine.batch import check_detached, check_device, check_even, formed, forms, microbatches, signature
 from fshard.runtime.engine.proxies import Mispredicted
 from fshard.runtime.execution.executor import Scheduled
 from fshard.runtime.execution.observers import observers_of
@@ -28,6 +28,7 @@ from fshard.runtime.execution.route import make_route
 from fshard.runtime.execution.trace_program import ProgramTrace
 from fshard.runtime.steps.consensus import Tally
 from fshard.runtime.steps.contests import Contest, opened
+from fshard.runtime.steps.finder import MANY
 from fshard.runtime.steps.measured_rates import common, given_rates, measured
 from fshard.runtime.steps.programs import Prepared, Programs
 from fshard.runtime.steps.rank_end import decline
@@ -53,12 +54,19 @@ class PlannedStep:
         ranks: the parts of all positions.
         schedules: their schedules.
         lanes: the ways of messages between them.
+        given: a microbatch, in words.
     """
 
     staged: StagedProgram
     ranks: tuple[RankProgram, ...]
     schedules: PipelineSchedules
     lanes: tuple[Lane, ...]
+    given: str
+
+    def text(self) -> str:
+        """Lines that are equal on all ranks of a step."""
+        ranks = [f"position {at}\n{each}" for at, each in enumerate(self.schedules.ranks)]
+        return "\n".join([f"a microbatch of {self.given}", *ranks])
 
 
 @dataclass(frozen=True)
@@ -101,9 +109,9 @@ class PipelineRunner(Runner):
         self.order, self.infos = order, infos
         self.cuts: dict[Hashable, StagedProgram] = {}
         self.plans: dict[Hashable, PlannedStep] = {}
-        self.staged: dict[int, StagedStep] = {}  # by the id of the plan, which stays
+        self.staged: dict[int, StagedStep] = {}  # by the ids of ``plans``
         self.latest_step: StagedStep | None = None
-        self._needs: dict[int, StageNeeds] = {}  # of ``plans``, which stay
+        self._needs: dict[int, StageNeeds] = {}  # by the ids of ``plans``
 
     def _prepare(self, given: StepRequest) -> Ready:
         programs, batch, facts = self.programs, given.batch, Facts()
@@ -159,8 +167,8 @@ class PipelineRunner(Runner):
         """The microbatches, which have one shape."""
         parts = microbatches(batch, self.programs.accumulate, self.plan.batch)
         for number, part in enumerate(parts):
-            if shapes(part) != shapes(parts[0]):
-                raise staged_refusals.other_shapes(number)
+            if forms(part) != forms(parts[0]):
+                raise staged_refusals.other_shapes(number, formed(part), formed(parts[0]))
         return parts
 
     @property
@@ -224,7 +232,7 @@ class PipelineRunner(Runner):
         policy = found if isinstance(found, Policy) else self._chosen(part, found)
         key = id(staged), policy
         if key not in self.plans:
-            self.plans[key] = self._planned(staged, policy)
+            self.plans[key] = self._planned(staged, policy, formed(part))
         return self.plans[key]
 
     def choice(self, part: Any) -> Choice | None:
@@ -261,12 +269,25 @@ class PipelineRunner(Runner):
         Raises:
             PlanError: it cannot be cut, or depends on values of tensors.
         """
-        key = signature(part), tuple(shapes(part))
+        key = signature(part), tuple(forms(part))
         if key not in self.cuts:
             programs, whole = self.programs, self.plan.whole
             assert whole is not None
+            self._make_room()
             self.cuts[key] = trace_stages(self.finder.fn, whole, part, programs.train, programs.remat)
         return self.cuts[key]
+
+    def _make_room(self) -> None:
+        """Let go of all programs where they are many, and say before that they become many."""
+        if len(self.cuts) == MANY:
+            staged_refusals.warn_of_programs(MANY)
+        if len(self.cuts) < 4 * MANY:
+            return
+        latest = None if self.latest_step is None else id(self.latest_step.planned)  # which this step keeps
+        self._needs = {key: needs for key, needs in self._needs.items() if key == latest}
+        self._release_all()
+        self.plans.clear()
+        self.cuts.clear()
 
     def look(self, part: Any) -> StagedStep:
         """The step for microbatches like this one."""
@@ -277,7 +298,7 @@ class PipelineRunner(Runner):
             self.staged[id(planned)] = self._placed(planned)
         return self.staged[id(planned)]
 
-    def _planned(self, staged: StagedProgram, policy: Policy) -> PlannedStep:
+    def _planned(self, staged: StagedProgram, policy: Policy, given: str) -> PlannedStep:
         """Schedule a program."""
         programs = self.programs
         order = self.order(policy, programs.accumulate)
@@ -285,7 +306,7 @@ class PipelineRunner(Runner):
         if not programs.train:
             forwards = [tuple([action for action in lane if action.kind == "F"]) for lane in order.ranks]
             order = replace(order, ranks=tuple(forwards))
-        return PlannedStep(staged, tuple(ranks), PipelineSchedules(order, tuple(schedules)), tuple(lanes))
+        return PlannedStep(staged, tuple(ranks), PipelineSchedules(order, tuple(schedules)), tuple(lanes), given)
 
     def positions(self) -> list[tuple[Plan, tuple[GroupInfo, ...]]]:
         """By position the plan of what its ranks hold, and what schedules know of its groups."""
@@ -313,7 +334,7 @@ class PipelineRunner(Runner):
         settings = self.finder.fn, programs.train, self.in_backward, self.divisor
         passes = StagedPasses(*settings, staged=staged, rank=rank, mail=mail)
         prepared = replace(placed, weighted=staged.trace.weighted, route=route, axes=staged.trace.axes, digest=number)
-        prepared = replace(prepared, contest=contest)
+        prepared = replace(prepared, contest=contest, words=planned.text)
         return StagedStep(planned, rank, prepared, passes, actions)
 
     def _arena(self, size: int) -> Tensor:

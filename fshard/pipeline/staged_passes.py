@@ -142,7 +142,7 @@ class StagedPasses(Passes):
         def keep(place: tuple[int, int], value: Tensor) -> None:
             run.values[place] = value
             for name in self._names(place):
-                self.mail.outbox[name, microbatch] = value
+                self.mail.post(name, microbatch, value)
 
         reseed(seed, f"stage {stage} microbatch {microbatch}", self.mail.mesh.device)
         with torch.set_grad_enabled(self.train), opened():

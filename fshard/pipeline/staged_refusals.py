@@ -1,9 +1,10 @@
 """Refusals of programs that cannot be cut into the stages of a plan: one message builder per failure."""
 
 import re
+import warnings
 from collections.abc import Mapping, Sequence
 
-from fshard.errors import PlanError, ScheduleError, lines
+from fshard.errors import PlanError, ScheduleError, UnitError, lines
 
 SHOWN = 8
 """The most leaves that a remedy names."""
@@ -59,6 +60,16 @@ def lacks_leaves(
     return PlanError(lines("stages: code outside of units reads leaves of other stages:", rows, remedy))
 
 
+def beside_results(calls: Sequence[str]) -> PlanError:
+    """Units whose values reach other code in other ways than by their results."""
+    remedy = (
+        "Return them from the unit. Models of transformers collect hidden states, attentions and logits of routers so: "
+        "output_router_logits=False, output_hidden_states=False."
+    )
+    head = "stages: code of other stages reads values that hooks, lists or globals have from inside of these units:"
+    return PlanError(lines(head, calls[:SHOWN], remedy))
+
+
 def scattered_leaves(call: str, stages: Mapping[str, Sequence[int]]) -> PlanError:
     """A unit whose leaves are on no common stage."""
     rows = [f"{path} is held by {_held(held)}" for path, held in stages.items()]
@@ -94,11 +105,28 @@ def left_its_schedule(reason: object) -> ScheduleError:
     )
 
 
-def other_shapes(number: int) -> PlanError:
-    """Microbatches of unequal shapes."""
+def other_shapes(number: int, given: str, first: str) -> PlanError:
+    """Microbatches of unequal shapes or dtypes."""
     return PlanError(
         f"stages: microbatch {number} has other shapes than the first one, and messages between stages have one size: "
-        f"pad the microbatches, or give a batch whose rows divide by accumulate="
+        f"it is {given}, the first one {first}: pad the microbatches, or give a batch whose rows divide by accumulate="
+    )
+
+
+def warn_of_programs(count: int) -> None:
+    """Warn of microbatches of many shapes."""
+    warnings.warn(
+        f"stages: microbatches had {count} different shapes or Python values, and each was traced anew: "
+        f"pad them to a few lengths, with buckets=fs.Buckets({{...}}) of fs.make_train_step",
+        stacklevel=3,
+    )
+
+
+def other_message(name: str, microbatch: int, given: str, traced: str) -> UnitError:
+    """A unit whose output is not what it was in the trace."""
+    return UnitError(
+        f"stages: what goes over the edge {name} is {given} in microbatch {microbatch}, and was {traced} when the "
+        f"program was traced: let the shape and the dtype of what units return follow from the batch alone"
     )
 
 

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from fshard import tree
-from fshard.model.unit import Unit, slot_of
 from fshard.pipeline import staged_refusals
+from fshard.pipeline.value_sources import INNER, NONE, SourceEngine, Sources, SourceWatch, TracedCall
 from fshard.runtime.engine.engine import Engine
 from fshard.runtime.engine.loss_result import Mean, means_of
 from fshard.runtime.engine.plain_values import is_float
@@ -22,17 +22,9 @@ from fshard.runtime.engine.program_mode import ProgramMode
 from fshard.runtime.engine.remat_rules import NO_REMAT, Remat
 from fshard.runtime.execution import ProgramTrace
 from fshard.runtime.execution.trace_program import Watched, trace_in
-from fshard.runtime.memory.slots import storage_of
 from fshard.schedule.ops import Call
 from fshard.sharding.plan import Plan
 from fshard.sharding.stage_table import StageTable
-from fshard.torch_internals import TorchDispatchMode
-
-Source = tuple[int, int] | str
-"""An output of a call of a unit, as the numbers of both, or the path of a leaf."""
-
-Sources = frozenset[Source]
-NONE: Sources = frozenset()
 
 
 class ValueEdge(NamedTuple):
@@ -97,111 +89,6 @@ class StagedProgram:
     def calls(self) -> tuple[Call, ...]:
         """The calls of units, in order."""
         return self.trace.program.forward
-
-
-class _CallRecord(NamedTuple):
-    """A call of a unit: what it was given came from these sources, and what it returned."""
-
-    needs: Sources
-    spec: Any
-    leaves: Sequence[Any]
-
-
-class SourceEngine(Engine):
-    """Runs a program on fake tensors, and writes down where the inputs of units come from."""
-
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
-        self.records: list[_CallRecord] = []
-        self.watch = SourceWatch(self)
-
-    def call(self, unit: Unit, params: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call a unit, and note sources of its inputs and of its outputs."""
-        if self.inside or self.executor is None or self.differentiating:
-            return super().call(unit, params, args, kwargs)
-        needs = self.watch.of((args, kwargs))
-        result = super().call(unit, params, args, kwargs)
-        leaves, spec = tree.flatten(result)
-        # An argument that is handed on is another value from here: other stages get it from this call.
-        leaves = [leaf.view_as(leaf) if self.watch.knows(leaf) else leaf for leaf in leaves]
-        for number, leaf in enumerate(leaves):
-            if isinstance(leaf, Tensor):
-                self.watch.begin(leaf, frozenset({(len(self.records), number)}))
-                self.watch.outputs.setdefault(storage_of(leaf), []).append((len(self.records), number))
-        self.records.append(_CallRecord(needs, spec, leaves))
-        return tree.unflatten(spec, leaves)
-
-
-class SourceWatch(TorchDispatchMode):
-    """Follows values through code between units.
-
-    Attributes:
-        outputs: the outputs of units in each storage, as the numbers of call and output.
-        written: the outputs that share a storage when code between units writes to it.
-    """
-
-    def __init__(self, engine: SourceEngine) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.engine = engine
-        self.sources: dict[int, Sources] = {}  # by tensor
-        self.by_storage: dict[int | None, dict[int, Tensor]] = {}  # all tensors in it, which live as long as this
-        self.outputs: dict[int | None, list[tuple[int, int]]] = {}
-        self.written: set[tuple[tuple[int, int], ...]] = set()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run an op; its results come from what its arguments come from."""
-        result = func(*args, **(kwargs or {}))
-        if not self.engine.inside and not self.engine.differentiating:
-            found = self.of((args, kwargs))
-            for leaf in tree.leaves(result) if found else ():
-                if isinstance(leaf, Tensor):
-                    self.begin(leaf, found)
-            if getattr(getattr(func, "_schema", None), "is_mutable", False):
-                self._write(func, args, kwargs or {}, found)
-        return result
-
-    def _write(self, func: Any, args: Any, kwargs: Any, found: Sources) -> None:
-        """Note an op that writes to memory: all that lies there comes from its arguments, too."""
-        for number, argument in enumerate(func._schema.arguments):
-            if argument.alias_info is None or not argument.alias_info.is_write:
-                continue
-            given = args[number] if number < len(args) else kwargs.get(argument.name)
-            for leaf in tree.leaves(given):
-                if isinstance(leaf, Tensor):
-                    place = storage_of(leaf)
-                    self.written.add(tuple(self.outputs.get(place, ())))
-                    for other in [leaf, *self.by_storage.get(place, {}).values()]:
-                        self.begin(other, self._sources(other) | found)
-
-    def of(self, values: Any) -> Sources:
-        """The sources of all tensors in some values."""
-        found = NONE
-        for leaf in tree.leaves(values):
-            if isinstance(leaf, Tensor):
-                slot = slot_of(leaf)
-                found |= self._sources(leaf) if slot is None else {slot.path}
-        return found
-
-    def _sources(self, value: Tensor) -> Sources:
-        """The sources of a tensor; of one that nobody noted, those of all tensors in its storage."""
-        if self.knows(value):
-            return self.sources[id(value)]
-        stored = self.by_storage.get(storage_of(value), {})
-        return NONE.union(*[self.sources[other] for other in stored])
-
-    def knows(self, value: Any) -> bool:
-        """Tell whether the sources of a value itself are noted."""
-        return isinstance(value, Tensor) and self.by_storage.get(storage_of(value), {}).get(id(value)) is value
-
-    def begin(self, value: Tensor, sources: Sources) -> None:
-        """Note the sources of a tensor."""
-        self.sources[id(value)] = sources
-        self.by_storage.setdefault(storage_of(value), {})[id(value)] = value
-
-    def leaves_of(self, engine: Engine) -> None:
-        """Note the leaves themselves, whose views have no slot."""
-        for path, leaf in engine.slots.by_path.items():
-            self.begin(leaf, frozenset({path}))
 
 
 def trace_stages(fn: Any, plan: Plan, batch: Any, train: bool, remat: Remat = NO_REMAT) -> StagedProgram:
@@ -300,7 +187,7 @@ def call_stages(calls: Sequence[Call], reads: Mapping[str, Sequence[str]], table
 
 
 def _cut(
-    trace: ProgramTrace, stages: tuple[int, ...], records: Sequence[_CallRecord], result: Sources, table: StageTable
+    trace: ProgramTrace, stages: tuple[int, ...], records: Sequence[TracedCall], result: Sources, table: StageTable
 ) -> StagedProgram:
     calls = trace.program.forward
     count = len(table.homes)
@@ -310,6 +197,7 @@ def _cut(
     for stage, record in zip(stages, records, strict=True):
         needs[stage] |= record.needs
     needs[-1] |= result
+    _check_results(calls, needs, stages)
     lacking, outside = [], []
     for stage, sources in enumerate(needs):
         paths = sorted(source for source in sources if isinstance(source, str))
@@ -322,6 +210,18 @@ def _cut(
     last = [max(number for number, stage in enumerate(stages) if stage == at) for at in range(count)]
     results = tuple([(record.spec, record.leaves) for record in records])
     return StagedProgram(trace, stages, edges, tuple(outside), results, tuple(last))
+
+
+def _check_results(calls: Sequence[Call], needs: Sequence[Sources], stages: Sequence[int]) -> None:
+    """Refuse values from inside of calls, no results of them, that other stages need: those do not call the unit.
+
+    Raises:
+        PlanError: there are some.
+    """
+    places = [(at, source) for at, sources in enumerate(needs) for source in sources if not isinstance(source, str)]
+    found = {call for at, (call, output) in places if output == INNER and stages[call] != at}
+    if found:
+        raise staged_refusals.beside_results([str(calls[call]) for call in sorted(found)])
 
 
 def _backward(calls: Sequence[Call], stages: Sequence[int], backward: Sequence[Call]) -> set[int]:
@@ -372,13 +272,13 @@ def _unordered(calls: Sequence[Call], stages: Sequence[int], count: int) -> list
 
 
 def _edges(
-    needs: Sequence[Sources], stages: Sequence[int], records: Sequence[_CallRecord], backward: Set[int]
+    needs: Sequence[Sources], stages: Sequence[int], records: Sequence[TracedCall], backward: Set[int]
 ) -> list[ValueEdge]:
     """The outputs of calls that other stages need, in the order of calls; ``backward`` are calls that have one."""
     found, returning = [], {stages[call] for call in backward}
     for target, sources in enumerate(needs):
         for source in sources:
-            if isinstance(source, str) or stages[source[0]] == target:
+            if isinstance(source, str) or stages[source[0]] == target:  # also one inside of a call of this stage
                 continue
             call, output = source
             leaf = records[call].leaves[output]

@@ -1,7 +1,10 @@
 """``fs.train``: runs the script of a config, and says which key a failure is about."""
 
+import ast
+import json
 import linecache
 import os
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -83,7 +86,7 @@ def about(read: ReadConfig, name: str, remedy: str = "", kinds: Any = USUAL) -> 
     try:
         yield
     except (Exception, SystemExit) as error:
-        known = isinstance(error, kinds) or name == "model.source"
+        known = isinstance(error, kinds) or name == "model.source" or "fs.Stages(" in str(error)
         if not known or "told" in vars(error):  # by a function that this one calls
             raise
         values, text = flat(read.config), _told(error, remedy)
@@ -93,9 +96,27 @@ def about(read: ReadConfig, name: str, remedy: str = "", kinds: Any = USUAL) -> 
         name = [*keys, name][0]
         place = f"{read.place(name)}: {name}{f' = {values[name]!r}' if name in values else ''}: "
         kind = ImportError if isinstance(error, ImportError) else PlanError
-        found = kind(place + text)
+        found = kind(place + in_keys(text))
         vars(found).update(told=True)
         raise found from error
+
+
+def in_keys(text: str) -> str:
+    """A failure that names ``fs.Stages``, in the words of a config.
+
+    >>> in_keys("give fs.Stages(axis, leaves=[('norm', 1), ('table', (0, 1))]).")
+    'give mesh.leaves = [["norm", 1], ["table", 0, 1]].'
+    """
+
+    def key(found: re.Match[str]) -> str:
+        pairs = [pair for pair in ast.literal_eval(found[1]) if pair is not ...]
+        rows = [[pattern, *(stages if isinstance(stages, tuple) else [stages])] for pattern, stages in pairs]
+        return f"mesh.leaves = {json.dumps(rows)}"
+
+    text = re.sub(r"fs\.Stages\(axis, leaves=(\[.*\])\)", key, text)
+    return text.replace("fs.Stages(leaves=)", "mesh.leaves").replace(
+        "fs.Stages(axis, cut=(2, 3))", "in a script (--emit-script), fs.Stages(axis, cut=(2, 3))"
+    )
 
 
 def _told(error: BaseException, remedy: str) -> str:

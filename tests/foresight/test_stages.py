@@ -127,6 +127,16 @@ def test_the_command_prints_positions_and_orders(file: Path, capsys: pytest.Capt
     assert "no order fits into 1000 B" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("memory", ["80G", "1K"])
+def test_the_command_writes_a_page(memory: str, file: Path) -> None:
+    pytest.importorskip("matplotlib")
+    page = file.with_name("page.html")
+    main(["plan", f"{file}:make", "--mesh", "stage=2,data=2", "--html", str(page), "--memory", memory])
+    text = page.read_text()
+    assert "The positions on the axis of stages" in text and "data:image/png;base64," in text
+    assert text.endswith("</body></html>") and ("no order fits into 1000 B" in text) == (memory == "1K")
+
+
 def test_a_step_has_the_order_of_its_policy(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", f"{file}:with_step", "--mesh", "stage=2,data=2", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
@@ -141,7 +151,6 @@ def test_a_step_has_the_order_of_its_policy(file: Path, capsys: pytest.CaptureFi
     ("name", "more", "words"),
     [
         ("make", ("--search",), "--search: not for meshes with stages"),
-        ("make", ("--html", "a.html"), "--html: not for meshes with stages"),
         ("make", ("--mesh", "stage=4"), "add one, as data=1"),
     ],
 )

@@ -234,11 +234,12 @@ def test_whole_weights_need_units_that_read_them() -> None:
         make_generate(lambda *given: (given[1], ()), plan, weights="whole")
 
 
-def llama() -> Any:
+def llama(attention: str = "sdpa") -> Any:
     transformers = pytest.importorskip("transformers")
     config = transformers.LlamaConfig(
         vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=2, max_position_embeddings=64, bos_token_id=0, eos_token_id=1,
+        attn_implementation=attention,
     )  # fmt: skip
     torch.manual_seed(0)
     return transformers.LlamaForCausalLM(config).eval()
@@ -275,6 +276,25 @@ def test_a_model_of_transformers_and_its_own_generate() -> None:
     for rank, (found, own) in enumerate(results):
         assert found == expected[rank::2]
         assert own == 2 * [prompts[rank] + expected[rank][: 3 + 4 * rank]]
+
+
+@pytest.mark.long
+def test_a_model_whose_sequence_is_cut_over_ranks() -> None:
+    """It reads no cache. A model with other attention goes on from its state."""
+    pytest.importorskip("transformers")
+    fs.parallel.register_attention()
+    cut, whole = (fs.split(llama(name), units="auto") for name in ("fshard_ring", "sdpa"))
+    with pytest.raises(PlanError, match="'fshard_ring' reads no cache: give another model, fs.split of LlamaForCaus"):
+        hugging_face(cut)
+
+    def tokens(model: Any, ranks: Any, axes: tuple[str, ...]) -> Any:
+        plan = fs.make_plan(model, ranks, [(".*", fs.fsdp(axes))], batch=fs.P(*axes))
+        state = fs.init_state(plan, params=model.params)
+        return fs.generate(state, hugging_face(whole), [[5, 6, 7]], max_new=3).tokens[0].tolist()
+
+    one, two = fs.virtual_mesh((1,), ("data",)), fs.virtual_mesh((1, 2), ("data", "cp"))
+    expected = one.run(lambda: tokens(whole, one, ("data",)))
+    assert two.run(lambda: tokens(cut, two, ("data", "cp"))) == 2 * expected
 
 
 def nll(model: Any) -> Any:

@@ -5,9 +5,11 @@ from typing import Any
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 
 import fshard as fs
 from fshard import tree
+from fshard.pipeline import pipeline_runner
 from tests.pipeline.programs import PROGRAMS, PipelineProgram
 from tests.pipeline.staged_runs import StagedRun, adamw, made, on_rank
 from tests.shared.bad import Raised, alike, attempt
@@ -53,6 +55,56 @@ def other_rows(mesh: fs.Mesh) -> Any:
     """Each stage is given rows of its own."""
     step, _, state, batch = made(StagedRun(), mesh)
     return step(state, batch(mesh.rank))
+
+
+def other_lengths(mesh: fs.Mesh) -> Any:
+    """Ranks are given rows of other lengths."""
+    step, _, state, batch = made(StagedRun(), mesh)
+    return step(state, {name: x[:, : 6 - mesh.rank] for name, x in batch(0).items()})
+
+
+def doubling(rank: int) -> PipelineProgram:
+    """A stack, on rank 0 with blocks that return twice the rows from their third real call on."""
+    stack, calls = PROGRAMS["stack"](), [0]
+
+    def make(unit: Any) -> Any:
+        def mark(fn: Any) -> Any:
+            def changing(p: Any, x: torch.Tensor) -> torch.Tensor:
+                y: torch.Tensor = fn(p, x)
+                if "up" in p and not isinstance(y, FakeTensor):
+                    calls[0] += 1
+                return torch.cat([y, y]) if not rank and "up" in p and calls[0] >= 3 else y
+
+            return unit(changing)
+
+        return stack.make(mark)
+
+    return PipelineProgram(stack.params, make, stack.units, stack.batch)
+
+
+def keeping(reads: int, inner: bool) -> PipelineProgram:
+    """Four maps that put their result, or a value inside of them, into a list, of which the loss reads one."""
+    made, kept = PROGRAMS["unet"](), list[torch.Tensor]()
+
+    def make(unit: Any) -> Any:
+        def keeps(p: Any, x: torch.Tensor) -> torch.Tensor:
+            y = x @ p["w"]
+            out = torch.tanh(y)
+            kept.append(y if inner else out)
+            return out
+
+        one = unit(keeps)
+
+        def loss_fn(params: Any, batch: Any) -> Any:
+            kept.clear()
+            x = batch["x"]
+            for name in "abcd":
+                x = one(params[name], x)
+            return x.square().mean() + kept[reads].square().mean()
+
+        return loss_fn
+
+    return PipelineProgram({f"{name}.w": torch.eye(8) for name in "abcd"}, make, tuple("abcd"), made.batch)
 
 
 def asks(inner: Any) -> Any:
@@ -139,9 +191,13 @@ PLANS: dict[str, Case] = {
     "1f1b, two chunks": (make(policy={"pipeline": "1f1b"}, stages={"chunks": 2}), "PlanError", ("chunks=2",)),
 }
 STEPS: dict[str, Case] = {
-    "rows that do not divide": (train(accumulate=5), "PlanError", ("microbatch 4 has other shapes",)),
+    "rows that do not divide": (
+        train(accumulate=5),
+        "PlanError",
+        ("microbatch 4 has other shapes", "int64 [4, 6]"),
+    ),
     "too few rows": (train(accumulate=48), "BatchError", ("24 rows", "accumulate=48")),
-    "unequal microbatches": (parts, "PlanError", ("microbatch 1 has other shapes",)),
+    "unequal microbatches": (parts, "PlanError", ("microbatch 1 has other shapes", "batch['x'] int64 [2, 6]")),
     "rows of each stage": (other_rows, "BatchError", ("different rows", "plan.local_batch")),
     "a mean in the backward": (
         train(policy={"update": "in_backward"}, step={"clip_norm": None}),
@@ -150,6 +206,16 @@ STEPS: dict[str, Case] = {
     ),
     "values": (given(asks), "PlanError", ("depends on values of tensors",)),
     "a pattern of no unit": (train(step={"remat": [("blcks.*", "all")]}), "PlanError", ("'blcks.*'", "match no unit")),
+    "other lengths": (
+        other_lengths,
+        "ScheduleError",
+        ("batch['x'] int64 [6, 5]", "batch['x'] int64 [6, 6]", "pad them"),
+    ),
+    "an edge whose shape changes": (
+        lambda mesh: given(lambda inner: inner, doubling(mesh.rank))(mesh),
+        "ShardError",
+        ("goes over the edge changing(blocks.1):0>1", "float32 [24, 6, 8] in microbatch 1", "was float32 [6, 6, 8]"),
+    ),
     "two losses": (given(twice), "LossError", ("a tuple of (Tensor, Tensor)", "(loss, aux dict)")),
     "a leaf of another stage": (given(penalty), "PlanError", ("embed.w is read on stage 1", "held by stage 0")),
     "calls in another order": (
@@ -166,6 +232,16 @@ STEPS: dict[str, Case] = {
         given(lambda inner: inner, linked(shared_write)),
         "PlanError",
         ("writes in place to results that share memory", "output 0 of unit", ".clone()"),
+    ),
+    "a value inside of a unit": (
+        lambda mesh: given(lambda inner: inner, keeping(0, True))(mesh),
+        "PlanError",
+        ("from inside of these units", "keeps(a.w)", "Return them from the unit"),
+    ),
+    "a result that is kept inside of a unit": (
+        lambda mesh: given(lambda inner: inner, keeping(1, False))(mesh),
+        "PlanError",
+        ("from inside of these units", "keeps(b.w)"),
     ),
     "a leaf elsewhere": (
         given(lambda inner: inner, PROGRAMS["tied"](), leaves=[("bias", -1)]),
@@ -224,6 +300,35 @@ def test_order_without_stages() -> None:
     run = StagedRun(policy={"pipeline": "gpipe"})
     with pytest.raises(fs.errors.PlanError, match="the plan has no stages"):
         mesh.run(lambda: made(run, mesh))
+
+
+def test_values_inside_of_units_of_the_same_stage() -> None:
+    """A list may have them: the stage that reads them has called the unit."""
+    mesh = fs.virtual_mesh((2, 1), ("stage", "data"))
+    for inner in (True, False):
+        mesh.run(lambda: given(lambda inner: inner, keeping(-1, inner))(mesh))  # noqa: B023
+
+
+def test_many_lengths(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Programs of many lengths are let go, with a warning, and lengths that come again give the same numbers."""
+    monkeypatch.setattr(pipeline_runner, "MANY", 1)
+    mesh = fs.virtual_mesh((2, 1), ("stage", "data"))
+
+    def rank() -> tuple[list[float], list[int]]:
+        step, _, state, batch = made(StagedRun(step={"clip_norm": None}, opt=lambda: fs.optim.sgd(0.0)), mesh)
+        losses, kept, rows = [], [], batch(0)
+        for length in (1, 2, 3, 4, 5, 6, 1, 2):
+            state, metrics = step(state, {name: x[:, :length] for name, x in rows.items()})
+            losses.append(metrics.loss.item())
+            runner = step._staged
+            kept.append(len(runner.cuts) + len(runner.plans) + len(runner.staged) + len(runner._needs))
+        return losses, kept
+
+    with pytest.warns(UserWarning, match="1 different shapes"):
+        found = mesh.run(rank)
+    for losses, kept in found:
+        assert losses[:2] == losses[6:]
+        assert max(kept) <= 4 * 4 + 1
 
 
 def test_state_after_refusals() -> None:

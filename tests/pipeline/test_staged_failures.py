@@ -9,9 +9,12 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 import fshard as fs
 from fshard import tree
+from tests.faults.program import PHASES, differing, make_loss, snapshot
+from tests.faults.program import Fault as Armed
+from tests.faults.program import batch as rows
 from tests.pipeline.programs import PROGRAMS
 from tests.pipeline.staged_runs import adamw
-from tests.shared.bad import Raised, attempt
+from tests.shared.bad import Raised, attempt, weights
 
 SECOND = 2
 """The microbatch, from 1, in which the program fails."""
@@ -80,6 +83,52 @@ def stepped(
             losses += [metrics.loss.item(), metrics.grad_norm.item()]
         out.append(losses)
     return raised, out[0], out[1]
+
+
+FIRST = ("forward first", "between", "forward middle", "backward first")
+"""The phases of the first stage; the last one comes to the others."""
+
+FAULTS = [("ValueError", phase, "1f1b", style) for phase in PHASES for style in ("", "talk")]
+FAULTS += [(kind, phase, "zb_h1", "mean") for kind in ("MemoryError", "OutOfMemoryError") for phase in PHASES]
+FAULTS += [("SystemExit", phase, "gpipe", "") for phase in PHASES]
+"""What goes wrong, where, in which order, in which style of program."""
+
+
+def disturbed(mesh: fs.Mesh, kind: str, phase: str, victim: int, order: str, style: str) -> Any:
+    """On a rank: what a step raises, what it leaves changed, and what of the next one is unlike a run without it."""
+    mine, ends, raised, changed = mesh.index("shard"), [], None, list[str]()
+    for faulty in (True, False):
+        fault = Armed()
+        rules = [(r".*\.b", fs.P()), (r".*", fs.fsdp("shard"))]
+        stages, units = fs.Stages("stage", cut=(2, 1)), ("first", "middle", "last")
+        plan = fs.make_plan(weights(), mesh, rules, batch=fs.P("shard"), units=units, stages=stages)
+        opt, policy = fs.optim.adamw(0.05), fs.Policy(pipeline=order)
+        step = fs.make_train_step(make_loss(fault, style), opt, plan, accumulate=2, schedule=policy)
+        state, _ = step(fs.init_state(plan, opt, params=weights()), rows(0, mine))
+        if faulty:
+            before = snapshot(state)
+            fault.phase, fault.kind = phase if mesh.rank == victim else "", kind
+            try:
+                step(state, rows(1, mine))
+            except BaseException as error:
+                raised = [kind.__name__ for kind in type(error).__mro__]
+            fault.phase = ""
+            changed = differing(before, snapshot(state))
+        state, metrics = step(state, rows(1, mine))
+        ends.append({**snapshot(state), "loss": metrics.loss.item(), "rng": 0})
+    return raised, changed, differing(*ends)
+
+
+@pytest.mark.sample(8)
+@pytest.mark.parametrize(("kind", "phase", "order", "style"), FAULTS)
+def test_any_fault(kind: str, phase: str, order: str, style: str) -> None:
+    """All ranks raise, all of the state is as it was, and the next step has the bits of a run without the fault."""
+    mesh, victim = fs.virtual_mesh((2, 2), ("stage", "shard")), 2 * (phase not in FIRST) + len(phase) % 2
+    for rank, (raised, changed, unlike) in enumerate(
+        mesh.run(lambda: disturbed(mesh, kind, phase, victim, order, style))
+    ):
+        assert raised is not None and (kind if rank == victim else "PeerError") in raised, (rank, raised)
+        assert changed == unlike == [], rank
 
 
 CASES = [

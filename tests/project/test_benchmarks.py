@@ -256,6 +256,38 @@ def test_a_lab_that_cannot_be_says_so(bench: Any, monkeypatch: pytest.MonkeyPatc
             pass
 
 
+ECHO = """
+import socket, sys, time
+end = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+if sys.argv[1] == "answer":
+    end.bind(("10.0.0.2", 9))
+    print("bound", flush=True)
+    data, peer = end.recvfrom(9)
+    end.sendto(data, peer)
+else:
+    end.settimeout(20)
+    begin = time.monotonic()
+    end.sendto(b"x", ("10.0.0.2", 9))
+    end.recvfrom(9)
+    print(time.monotonic() - begin)
+"""
+
+
+def test_a_link_holds_packets(bench: Any) -> None:
+    why = bench.lab.obstacle()
+    if why or not os.path.exists("/dev/net/tun"):
+        pytest.skip(why or "no tun devices")
+    with bench.lab.Lab(2, "1gbit", delay=0.05) as lab:
+        first, second = (
+            lab.command(rank, [sys.executable, "-c", ECHO, word]) for rank, word in enumerate(("ask", "answer"))
+        )
+        with subprocess.Popen(second, stdout=subprocess.PIPE, text=True) as answering:
+            assert answering.stdout is not None and answering.stdout.readline() == "bound\n"
+            asked = subprocess.run(first, capture_output=True, text=True, check=True)
+        assert float(asked.stdout) >= 0.1
+        assert min(lab.sent()) > 0
+
+
 def test_the_overlap_of_sums_over_replicas(bench: Any) -> None:
     kinds = (
         "handshake",

@@ -166,7 +166,7 @@ def test_a_mistake_is_said_with_its_line(
         (["step.pipeline=zbv"], "command line: step.pipeline = 'zbv': orders are those of stages: give mesh.stages"),
         ([*STAGED, "step.pipeline=zbv", "step.schedule=auto"], "step.schedule = 'auto': it chooses the order"),
         ([*STAGED, "mesh.leaves=[['a']]"], "mesh.leaves = [['a']]: ['a'] is no leaf of stages: give [pattern, stage"),
-        ([*STAGED, "mesh.leaves=[['embed.*', 7]]"], "command line: mesh.leaves = [['embed.*', 7]]: fs.Stages(leaves=)"),
+        ([*STAGED, "mesh.leaves=[['embed.*', 7]]"], "command line: mesh.leaves = [['embed.*', 7]]: mesh.leaves: pat"),
         (["rate.warmup=5"], "command line: rate.warmup = 5: give fewer steps than the 2 of the run"),
         (["rate.floor=1.0"], "command line: rate.floor = 1.0: give at most rate.peak = 0.0003"),
         (["out=text.txt/run"], "command line: out = 'text.txt/run': no folder can be there: give another path"),
@@ -189,6 +189,15 @@ def test_a_mistake_on_the_command_line(
     small = {"model_type": "llama", "vocab_size": 9, "hidden_size": 8, "num_attention_heads": 2}
     Path("small.json").write_text(json.dumps(small))
     assert says in told(capsys, *changes)
+
+
+def test_the_remedy_for_leaves_of_stages_is_a_key(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    staged = [*STAGED, "step.accumulate=2"]
+    found = re.search(
+        r"mesh\.leaves = (\[\[.*?\]\])", told(capsys, *staged, "mesh.leaves=[['3.*', 0]]").splitlines()[-1]
+    )
+    assert found is not None
+    assert main(["train", "run.toml", "--dry-run", "--ranks", "2", *staged, f"mesh.leaves={found[1]}"]) == 0
 
 
 def test_a_half_set_environment(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -41,6 +41,21 @@ def shapes(batch: Any) -> list[torch.Size]:
     return [x.shape for x in tree.leaves(batch) if isinstance(x, Tensor)]
 
 
+def forms(batch: Any) -> list[tuple[torch.Size, torch.dtype]]:
+    """The shape and the dtype of each tensor of a batch."""
+    return [(x.shape, x.dtype) for x in tree.leaves(batch) if isinstance(x, Tensor)]
+
+
+def formed(batch: Any) -> str:
+    """The tensors of a batch in words, each with its dtype and its shape.
+
+    >>> formed({"x": torch.zeros(2, 3), "y": [torch.zeros(2, dtype=torch.int64)]})
+    "batch['x'] float32 [2, 3], batch['y'][0] int64 [2]"
+    """
+    found = [(name, x) for name, x in _named(batch) if isinstance(x, Tensor)]
+    return ", ".join(f"{name} {str(x.dtype).removeprefix('torch.')} {list(x.shape)}" for name, x in found)
+
+
 class Microbatches(NamedTuple):
     """The microbatches of one step, given one by one instead of cut from a batch.
 

@@ -126,6 +126,7 @@ def different_schedules(comm: Communicator, intent: Intent) -> ScheduleError:
             "ranks are about to run different schedules:",
             kinds,
             "The program must be the same on all ranks; Python values in the batch that decide which units run, or "
-            "which collectives, must be equal, and so must accumulate= and schedule=.",
+            "which collectives, must be equal, and so must accumulate= and schedule=; with stages also the shapes of "
+            "batches: pad them.",
         )
     )

@@ -66,6 +66,7 @@ class Prepared:
         axes: those over which the program communicates itself.
         digest: equal on two ranks if their schedules and these axes are; 0 for a program that is gathered on demand.
         contest: what notes its steps, while these are timed to choose a policy.
+        words: return what ``digest`` is of, where that is more than the schedule.
     """
 
     engine: Engine
@@ -75,9 +76,12 @@ class Prepared:
     axes: tuple[Axes, ...] = ()
     digest: int = 0
     contest: Contest | None = None
+    words: Callable[[], str] | None = None
 
     def text(self) -> str:
         """Return what ``digest`` is of, in lines."""
+        if self.words is not None:
+            return self.words()
         if self.route is None:
             return "gathered on demand"
         over = " and ".join("+".join(axes) for axes in self.axes) or "no axis"
