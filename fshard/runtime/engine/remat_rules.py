@@ -100,6 +100,8 @@ class Remat:
             except RuntimeError as error:
                 if "saved tensor hooks" in str(error):
                     raise _transforming(unit) from error
+                if "under selective activation checkpoint" in str(error):
+                    raise _differentiating(unit, policy) from error
                 raise
             changed = [type(value).__name__ for value, before in objects if held(value) != before]
             if changed:
@@ -166,6 +168,13 @@ def unsaved(unit: str) -> RematError:
     return RematError(
         f"unit {unit} takes gradients by torch.func, which PyTorch refuses where something moves what autograd saves: "
         f"leave it out, remat=[({unit!r}, None), ...]"
+    )
+
+
+def _differentiating(unit: str, policy: SavePolicy) -> RematError:
+    return RematError(
+        f"unit {unit} takes a gradient in its forward, for which PyTorch cannot keep single results ({policy}): compute "
+        f"it again whole, remat=[({unit!r}, 'all'), ...]"
     )
 
 
