@@ -13,6 +13,7 @@ from fshard.runtime.comm.device_streams import Event
 from fshard.runtime.comm.row_sums import sum_rows
 from fshard.runtime.flight.recorder import Flight
 from fshard.sharding.mesh import Axes
+from fshard.threads import Turn
 
 Events = Iterable[Event | None]
 Sizes = list[int] | None
@@ -157,6 +158,11 @@ class SingleRankTransport:
     def flight(self) -> Flight:
         """The record of its ops."""
         return Flight(0, 1)
+
+    @functools.cached_property
+    def turn(self) -> Turn:
+        """The turn of the thread that makes a call."""
+        return Turn()
 
     def abort_all(self, reason: str) -> str:
         """Does nothing: no peer waits."""

@@ -31,6 +31,7 @@ from fshard.runtime.comm.watchdog import Watchdog
 from fshard.runtime.flight.recorder import Flight
 from fshard.schedule.transfers import COLLECTIVES
 from fshard.sharding.mesh import Axes, Mesh
+from fshard.threads import Turn
 from fshard.torch_internals import default_group
 
 T = TypeVar("T")
@@ -75,7 +76,7 @@ class ProcessTransport:
         self.comms: dict[tuple[str, Axes], Communicator] = {}
         self.base: Communicator | None = None
         self.hosts, self.groups = list[str](), list[Any]()
-        self.lost = ""
+        self.lost, self.turn = "", Turn()
         self.flight = flight or Flight(mesh.rank, mesh.size)
         self.descriptors = descriptors or Descriptors()
         self.watchdog = Watchdog(mesh.members[mesh.rank], timeout.total_seconds(), self.abort_all, flight=self.flight)
