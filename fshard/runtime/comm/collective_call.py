@@ -79,10 +79,10 @@ def _alone(mesh: Mesh | None) -> Iterator[None]:
     try:
         yield
     finally:
-        for error in turn.leave():
+        for refused in turn.leave():
             if mesh.size > 1:
-                _tell(mesh, error)
-                mesh.transport.abort(COLLECTIVES, str(error))  # as ranks do to which the call was refused
+                _tell(mesh, refused)
+                mesh.transport.abort(COLLECTIVES, str(refused))  # as ranks do to which the call was refused
 
 
 @contextmanager

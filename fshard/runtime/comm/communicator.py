@@ -3,7 +3,7 @@
 import functools
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
@@ -134,6 +134,7 @@ class SingleRankTransport:
     """A world of one rank, without a process group."""
 
     asynchronous: bool = False
+    turn: Turn = field(default_factory=Turn, compare=False, repr=False)
 
     def communicator(self, role: str, axes: Axes) -> Communicator:
         """The communicator of one rank."""
@@ -158,11 +159,6 @@ class SingleRankTransport:
     def flight(self) -> Flight:
         """The record of its ops."""
         return Flight(0, 1)
-
-    @functools.cached_property
-    def turn(self) -> Turn:
-        """The turn of the thread that makes a call."""
-        return Turn()
 
     def abort_all(self, reason: str) -> str:
         """Does nothing: no peer waits."""

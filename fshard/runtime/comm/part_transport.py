@@ -38,7 +38,7 @@ class PartTransport(ProcessTransport):
 
     def __init__(self, mesh: PartMesh, whole: ProcessTransport) -> None:
         super().__init__(mesh, whole.backend, whole.timeout, False, whole.shared_memory, whole.flight)
-        self.whole, self.turn = whole, whole.turn
+        self.whole = whole
         self._numbers, self._names = count(), dict[Any, str]()
         self._begin = f"fshard/{whole.store_name()}/part {len(whole.parts)} of {'_'.join(map(str, mesh.members))}"
 

@@ -76,7 +76,7 @@ class ProcessTransport:
         self.comms: dict[tuple[str, Axes], Communicator] = {}
         self.base: Communicator | None = None
         self.hosts, self.groups = list[str](), list[Any]()
-        self.lost, self.turn = "", Turn()
+        self.lost = ""
         self.flight = flight or Flight(mesh.rank, mesh.size)
         self.descriptors = descriptors or Descriptors()
         self.watchdog = Watchdog(mesh.members[mesh.rank], timeout.total_seconds(), self.abort_all, flight=self.flight)
@@ -90,6 +90,11 @@ class ProcessTransport:
         self.lost = why
         keep([*self.groups, *([default_group()] if dist.is_initialized() else [])])
         self.groups.clear()
+
+    @property
+    def turn(self) -> Turn:
+        """The turn of the thread that makes a call, on this mesh or a part of it."""
+        return self.flight.turn
 
     @property
     def asynchronous(self) -> bool:

@@ -308,9 +308,7 @@ def check_device(batch: Any, device: torch.device) -> None:
     if any([_ragged(x) for x in tree.leaves(batch)]):
         ragged = [name for name, x in _named(batch) if _ragged(x)]
         remedy = "Make them with layout=torch.jagged, or pad them: torch.nested.to_padded_tensor."
-        raise BatchError(
-            lines("the batch holds nested tensors of layout torch.strided, without sizes:", ragged, remedy)
-        )
+        raise BatchError(lines("the batch holds nested tensors of torch.strided, without sizes:", ragged, remedy))
     far = [x for x in tree.leaves(batch) if isinstance(x, Tensor) and x.device != device]
     if any([_apart(x, device) for x in far]):
         wrong = [f"{n} is on {x.device}" for n, x in _named(batch) if isinstance(x, Tensor) and _apart(x, device)]
