@@ -1,4 +1,4 @@
-"""Attributes that a forward computes from their own values, such as counters. Each call begins as the split left them."""
+"""Attributes that forwards compute from their own values, as counters do. Each call begins with those at the split."""
 
 import dis
 import inspect
