@@ -10,6 +10,37 @@ from typing import TextIO, TypeVar
 T = TypeVar("T")
 
 
+class Turn:
+    """Lets one thread at a time make the collective calls of a mesh; calls inside of its call are part of it.
+
+    Attributes:
+        holder: the name of the thread whose call is under way.
+        refused: errors of other threads that came meanwhile.
+    """
+
+    def __init__(self) -> None:
+        self.holder = ""
+        self.refused: list[BaseException] = []
+        self._lock, self._calls = threading.RLock(), 0
+
+    def take(self) -> bool:
+        """Begin a call of this thread, unless one of another thread is under way."""
+        if not self._lock.acquire(blocking=False):
+            return False
+        self._calls += 1
+        self.holder = threading.current_thread().name
+        return True
+
+    def leave(self) -> list[BaseException]:
+        """End a call, and return the errors of threads that were refused, if no call around it goes on."""
+        self._calls -= 1
+        refused: list[BaseException] = []
+        if not self._calls:
+            refused, self.refused = self.refused, refused
+        self._lock.release()
+        return refused
+
+
 class Supervisor:
     """Runs what a thread does again and again. A failure is told once on standard error, and the thread goes on.
 

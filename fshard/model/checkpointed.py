@@ -27,21 +27,20 @@ def checkpointed(fn: Callable[..., Any], *args: Any, **options: Any) -> Any:
     >>> checkpointed(torch.sin, torch.zeros(1, requires_grad=True))
     tensor([0.], grad_fn=<SinBackward0>)
     """
-    forward, failures, drawn = True, list[BaseException](), draws.states()
+    called, failures, drawn = False, list[BaseException](), draws.states()
 
     def guarded(*given: Any) -> Any:
-        try:
-            if forward:
-                return fn(*given)
+        nonlocal called
+        if called:  # by a backward, which may run inside of the forward, as in a unit that returns a gradient
             with draws.again(drawn):
                 return fn(*given)
+        called = True
+        try:
+            return fn(*given)
         except BaseException as error:
-            if not forward:
-                raise
             failures.append(error)
 
     result = checkpoint(guarded, *args, use_reentrant=False, **options)
-    forward = False
     if failures:
         raise failures.pop()
     return result

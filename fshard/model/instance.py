@@ -14,6 +14,7 @@ from typing import Any
 
 from torch import nn
 
+from fshard.model.accumulating import tell_accumulating
 from fshard.model.changed_buffers import BufferTracker
 from fshard.model.foreign_objects import held
 from fshard.model.leaves import LeafOrder
@@ -60,6 +61,7 @@ class Body:
         self._tracker = tracker
         self._tensors = template.tensors()
         self._elsewhere = template.watched_outside() if unit else None
+        self._examined = set[str]()
 
     @property
     def module(self) -> nn.Module:
@@ -210,6 +212,8 @@ class Body:
         if clean and instance.kept and surface.clean() and self._moved(instance) is None:
             self._mark_unwritten(instance)
             return
+        if not instance.surface.clean():
+            tell_accumulating(instance.surface, self._examined)
         self._retire(instance)
 
     def _moved(self, instance: Instance) -> str | None:

@@ -23,6 +23,7 @@ from fshard.model.choose import Pattern, chosen
 from fshard.model.defaults import deduce
 from fshard.model.initial_values import Initializer
 from fshard.model.instance import FORWARD, Body
+from fshard.model.later_changes import LaterChanges
 from fshard.model.leaves import LeafOrder, find_places, ignored, tied
 from fshard.model.meta import check_module, private_copy
 from fshard.model.own import mark_own
@@ -93,6 +94,7 @@ class Model:
     _unmade: tuple[str, ...] = ()
     ignored: dict[str, Any] = field(default_factory=dict)
     around: Mapping[str, AroundCall] = field(default_factory=dict)
+    _later: LaterChanges | None = None
 
     if not TYPE_CHECKING:
         __getattr__ = hinting(HINTS)
@@ -145,6 +147,8 @@ class Model:
         >>> model.apply(model.params, x).any().item(), model.apply(model.params, x, training=False).any().item()
         (False, True)
         """
+        if self._later is not None:
+            self._later.look()
         body = self._modes.of(training, method)
         instance = body.instance(params)
         leaves = instance.tensors.leaves
@@ -196,7 +200,7 @@ class Model:
     def __reduce__(self) -> tuple[Any, ...]:
         """A pickle or a copy splits the module again: instances are bound to the identity of this model's modules."""
         kept = {one.name: getattr(self, one.name) for one in fields(self) if one.name != "_body"}
-        return _again, (self.module, kept | {"_frozen": self.frozen, "_own": {}})
+        return _again, (self.module, kept | {"_frozen": self.frozen, "_own": {}, "_later": None})
 
     def __repr__(self) -> str:
         sizes = [leaf.numel() for _, leaf in tree.paths(self.params)]
@@ -250,6 +254,7 @@ def split(module: nn.Module, units: Pattern | Iterable[Pattern] = (), *, ignore:
         _body=_body(twin, order, LeafOrder("buffers", buffers), names),
         _frozen=frozenset(path for path, leaf in params.items() if not leaf.requires_grad),
         _own={path: weakref.ref(leaf) for path, leaf in params.items()},
+        _later=LaterChanges(module),
         ignored=tree.nest(tied(out.items())[0]),
         _unmade=tuple(path for path, buffer in buffers.items() if buffer.device.type == "meta"),
     )

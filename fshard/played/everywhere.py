@@ -64,12 +64,16 @@ def made_on_each_rank(batches: bool) -> Callable[[Callable[P, R]], Callable[P, R
 def called_on_each_rank(fn: Callable[P, R]) -> Callable[P, R]:
     """Decorates a function of plans or states: outside of ``run`` of a virtual mesh it is called on every rank.
 
-    The caller gets the results joined, a state of all ranks among them.
+    The caller gets the results joined, a state of all ranks among them. Under ``torch.inference_mode()`` it makes
+    ordinary tensors, too: a state that is made there can be trained.
     """
 
     @functools.wraps(fn)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
         __tracebackhide__ = True
+        if torch.is_inference_mode_enabled():
+            with torch.inference_mode(False), torch.no_grad():
+                return call(*args, **kwargs)
         mesh = next((mesh for mesh in map(_mesh, [*args, *kwargs.values()]) if mesh is not None), None)
         if mesh is None or mesh.here is mesh and not mesh.everywhere:
             return fn(*args, **kwargs)

@@ -249,7 +249,8 @@ class TrainState:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "TrainState":
         """An equal state in memory of its own, of the same plan."""
-        return replace(self, memory=self.memory.clone(self.step))
+        with torch.inference_mode(False):
+            return replace(self, memory=self.memory.clone(self.step))
 
     def __reduce__(self) -> tuple[Any, ...]:
         """A pickled state has no update that waits: it is applied first."""

@@ -30,6 +30,7 @@ STORE = {"get", "check", "wait", "set", "add", "multi_get", "compare_set"}
 """What a store is asked; it may never answer."""
 
 ENDED = {
+    "threads.py": "a lock that is asked for without waiting",
     "cli/link_tests.py": "a device, whose ops of NCCL the timeout ends",
     "checkpoint/checkpointer.py": "the thread of a save: its collectives, by the timeout; the file system has none",
     "checkpoint/folder.py": "a lock that is asked for without waiting, again and again for three seconds",

@@ -133,6 +133,16 @@ def test_values_that_no_step_should_take() -> None:
         fs.make_plan(nn.Linear(2, 2), fs.abstract_mesh((1,), ("shard",)), [(".*", fs.P())])
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_nested_tensors_without_sizes_are_refused_before_anything_is_sent() -> None:
+    step, state = made()
+    state, _ = step(state, batch_of())  # whose program knows such a batch
+    ragged = torch.nested.nested_tensor([torch.ones(2, 4), torch.ones(1, 4)])
+    with pytest.raises(BatchError, match=r"batch\['x'\]\s+Make them with layout=torch.jagged"):
+        step(state, {**batch_of(), "x": ragged})
+    step(state, batch_of())
+
+
 def test_microbatches_return_the_same_things() -> None:
     def fickle(p: Any, batch: Any) -> Any:
         value = loss(p, batch)

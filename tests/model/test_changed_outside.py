@@ -179,3 +179,46 @@ def test_what_is_frozen_after_split_is_frozen_in_the_plan() -> None:
     again = copy.deepcopy(model)
     del net
     assert again.frozen == {"0.weight", "0.bias"}
+
+
+class Heated(nn.Module):
+    """A layer that reads a number, a configuration and a rate of dropout, which users change while they train."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        self.linear, self.drop, self.heat, self.config = nn.Linear(4, 4), nn.Dropout(0.1), 1.0, config
+
+    def forward(self, x: Tensor) -> Tensor:
+        """All of them take part."""
+        return self.drop(self.linear(x)) * self.heat * self.config.scale
+
+
+class Config:
+    """An object of a class of its own."""
+
+    scale: float
+
+    def __init__(self) -> None:
+        self.scale = 1.0
+
+
+@pytest.mark.parametrize("what", ["0.heat", "0.drop.p", "0.config.scale"])
+def test_attributes_that_are_changed_after_the_split_are_told_once(what: str) -> None:
+    """The model keeps those at the split: an annealed number would stay as it was without a word."""
+    net = nn.Sequential(Heated(Config()), nn.Linear(4, 4))
+    model = fs.split(net, "*")
+    x = torch.ones(2, 4)
+    model.apply(model.params, x)
+    net.train(False)
+    model.apply(model.params, x)
+    holder, name = {"heat": (net[0], "heat"), "p": (net[0].drop, "p")}.get(
+        what.split(".")[-1], (net[0].config, "scale")
+    )
+    was = getattr(holder, name)
+    setattr(holder, name, 0.25)
+    with pytest.warns(UserWarning, match="after fs.split") as said:
+        model.apply(model.params, x)
+        model.apply(model.params, x)
+    assert [f"{what} was {was} and is 0.25." in str(each.message) for each in said] == [True]
+    copy.deepcopy(model).apply(model.params, x)
+    fs.split(net, "*").apply(model.params, x)

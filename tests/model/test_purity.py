@@ -216,6 +216,7 @@ class Branches(nn.Module):
         return self.linear(x) * self.factor
 
 
+@pytest.mark.filterwarnings("ignore:a forward computes attributes from their own values")
 def test_a_write_that_only_a_later_call_makes_is_gone_after_it() -> None:
     model = fs.split(nn.Sequential(Branches(), Branches()), "*")
     opt = fs.optim.sgd(0.0)
@@ -226,6 +227,34 @@ def test_a_write_that_only_a_later_call_makes_is_gone_after_it() -> None:
     for x in (negative, negative, positive, negative, positive):
         state, metrics = step(state, x)
         torch.testing.assert_close(metrics.loss, model.apply(model.params, x).square().mean())
+
+
+class Warming(nn.Module):
+    """Numbers and tensors that count on in plain PyTorch, and one that each call sets anew."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.calls, self.heat, self.mean, self.total = 0, 1.0, torch.zeros(()), 0.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        self.heat = self.heat * 0.5
+        self.mean = 0.9 * self.mean + 0.1 * x.detach().mean()
+        self.total = 0.0
+        self.total += self.heat
+        return self.linear(x) * self.total + self.mean
+
+
+@pytest.mark.parametrize("units", [(), ("*",)])
+def test_attributes_that_would_add_up_over_calls_are_told_once(units: Any) -> None:
+    """In plain PyTorch they count on; here each call begins anew, which nobody would see."""
+    model = fs.split(nn.Sequential(Warming(), nn.Linear(WIDTH, WIDTH)), units)
+    with pytest.warns(UserWarning, match="add up") as said:
+        first = model.apply(model.params, _x().float())
+        assert torch.equal(model.apply(model.params, _x().float()), first)
+    (text,) = [str(each.message) for each in said]
+    assert "0.calls = 0, 0.heat = 1.0, 0.mean = ...: they" in text
 
 
 def test_graphs_of_a_step_end_with_it_though_attributes_held_them() -> None:

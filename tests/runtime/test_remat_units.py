@@ -182,3 +182,33 @@ def test_units_of_different_policies_do_not_share_a_graph() -> None:
 def test_what_is_no_remat_is_refused(remat: Any, message: str) -> None:
     with pytest.raises(PlanError, match=message):
         stack(None, remat)
+
+
+class Field(nn.Module):
+    """A unit that returns the gradient of an energy, as Hamiltonian networks and potentials do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.energy = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Dropout(0.2), nn.Linear(8, 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x if x.requires_grad else x.detach().requires_grad_()
+        return torch.autograd.grad(self.energy(x).sum(), x, create_graph=True)[0]
+
+
+def _field(remat: Any, steps: int = 2) -> list[float]:
+    model = fs.split(nn.Sequential(Field(), Field()), units=("*",))
+    plan = fs.make_plan(model, fs.make_mesh((1,), ("shard",)), [(r".*", fs.fsdp("shard"))])
+    opt = fs.optim.sgd(0.1)
+    state = fs.init_state(plan, opt, seed=0)
+    step = fs.make_train_step(lambda p, x: (model.apply(p, x) - x).square().mean(), opt, plan, remat=remat)
+    for number in range(steps):
+        state, metrics = step(state, torch.randn(6, 4, generator=torch.Generator().manual_seed(number)))
+    return [metrics.loss.item(), fs.tree.norm(state.params, plan).item()]
+
+
+def test_a_unit_may_take_a_gradient_in_its_forward() -> None:
+    """Its backward runs inside of its forward, so it is computed again there, too."""
+    assert _field("all") == _field(None)
+    with pytest.raises(RematError, match=r"takes a gradient in its forward.*'all'"):
+        _field(fs.checkpoint_policies.dots)

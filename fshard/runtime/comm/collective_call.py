@@ -15,6 +15,7 @@ from fshard.runtime.comm.call_site import in_program
 from fshard.runtime.comm.calls import MEETING, refuse
 from fshard.schedule.transfers import COLLECTIVES
 from fshard.sharding.mesh import Mesh
+from fshard.threads import Turn
 from fshard.torch_internals import DispatchModeKey, dispatch_mode
 from fshard.tracebacks import shorten
 
@@ -43,6 +44,9 @@ def collective_call(fn: Callable[P, R]) -> Callable[P, R]:
 
     If it raises before this rank has sent anything, the other ranks, which wait for that, raise a PeerError with the
     exception's text. Collectives that were under way are ended on all ranks.
+
+    A mesh is in one call at a time: ranks match calls by their order, and calls use the same memory. So a thread that
+    makes one beside that of another thread raises a ScheduleError, also on a mesh of one rank.
     """
 
     @functools.wraps(fn)
@@ -50,10 +54,35 @@ def collective_call(fn: Callable[P, R]) -> Callable[P, R]:
         __tracebackhide__ = True
         if torch.compiler.is_dynamo_compiling():
             return fn(*args, **kwargs)
-        with telling(mesh_of([*args, *kwargs.values()]), always=False):
+        mesh = mesh_of([*args, *kwargs.values()])
+        with _alone(mesh), telling(mesh, always=False):
             return fn(*args, **kwargs)
 
     return call
+
+
+@contextmanager
+def _alone(mesh: Mesh | None) -> Iterator[None]:
+    """While a thread is in its call. The other ranks are told of calls that were refused meanwhile when it is over."""
+    turn: Turn | None = getattr(None if mesh is None else mesh.transport, "turn", None)
+    if mesh is None or turn is None:
+        yield
+        return
+    if not turn.take():
+        error = ScheduleError(
+            f"thread {threading.current_thread().name!r} made a call of the library while one of thread "
+            f"{turn.holder!r} was under way on the same mesh: make all of them in one thread, one after the other. "
+            f"Nothing was sent or changed: states can be used."
+        )
+        turn.refused.append(error)
+        raise error
+    try:
+        yield
+    finally:
+        for refused in turn.leave():
+            if mesh.size > 1:
+                _tell(mesh, refused)
+                mesh.transport.abort(COLLECTIVES, str(refused))  # as ranks do to which the call was refused
 
 
 @contextmanager

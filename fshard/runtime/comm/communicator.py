@@ -3,7 +3,7 @@
 import functools
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
@@ -13,6 +13,7 @@ from fshard.runtime.comm.device_streams import Event
 from fshard.runtime.comm.row_sums import sum_rows
 from fshard.runtime.flight.recorder import Flight
 from fshard.sharding.mesh import Axes
+from fshard.threads import Turn
 
 Events = Iterable[Event | None] | None
 Sizes = list[int] | None
@@ -136,6 +137,7 @@ class SingleRankTransport:
     """A world of one rank, without a process group."""
 
     asynchronous: bool = False
+    turn: Turn = field(default_factory=Turn, compare=False, repr=False)
 
     def communicator(self, role: str, axes: Axes) -> Communicator:
         """The communicator of one rank."""

@@ -31,6 +31,7 @@ from fshard.runtime.comm.watchdog import Watchdog
 from fshard.runtime.flight.recorder import Flight
 from fshard.schedule.transfers import COLLECTIVES
 from fshard.sharding.mesh import Axes, Mesh
+from fshard.threads import Turn
 from fshard.torch_internals import default_group
 
 T = TypeVar("T")
@@ -89,6 +90,11 @@ class ProcessTransport:
         self.lost = why
         keep([*self.groups, *([default_group()] if dist.is_initialized() else [])])
         self.groups.clear()
+
+    @property
+    def turn(self) -> Turn:
+        """The turn of the thread that makes a call, on this mesh or a part of it."""
+        return self.flight.turn
 
     @property
     def asynchronous(self) -> bool:

@@ -318,12 +318,21 @@ def check_device(batch: Any, device: torch.device) -> None:
     A number on the CPU (0-dim) goes with tensors of any device.
 
     Raises:
-        BatchError: naming the leaf and both devices.
+        BatchError: naming the leaf and both devices; or a tensor without sizes.
     """
+    if any([_ragged(x) for x in tree.leaves(batch)]):
+        ragged = [name for name, x in _named(batch) if _ragged(x)]
+        remedy = "Make them with layout=torch.jagged, or pad them: torch.nested.to_padded_tensor."
+        raise BatchError(lines("the batch holds nested tensors of torch.strided, without sizes:", ragged, remedy))
     far = [x for x in tree.leaves(batch) if isinstance(x, Tensor) and x.device != device]
     if any([_apart(x, device) for x in far]):
         wrong = [f"{n} is on {x.device}" for n, x in _named(batch) if isinstance(x, Tensor) and _apart(x, device)]
         raise BatchError(lines(f"the parameters are on {device}:", wrong, "Move the batch there."))
+
+
+def _ragged(x: Any) -> bool:
+    """Tell whether a leaf is a nested tensor that has no sizes."""
+    return isinstance(x, Tensor) and x.is_nested and x.layout is torch.strided
 
 
 def _apart(x: Tensor, device: torch.device) -> bool:

@@ -182,7 +182,7 @@ def reentrant_refused() -> Iterator[None]:
     """Around a backward: what to do about checkpoints of the kind that torch itself advises against, and freed graphs.
 
     Raises:
-        RematError: the program holds one.
+        RematError: the program holds one, or a second backward of a unit that keeps single results.
         LossError: the graph of the loss has been freed.
     """
     try:
@@ -192,6 +192,11 @@ def reentrant_refused() -> Iterator[None]:
             raise LossError(
                 "a part of the loss's graph has been freed: give torch.autograd.grad in the loss retain_graph=True or "
                 "create_graph=True; and detach what is kept from an earlier step or microbatch"
+            ) from error
+        if "under selective activation checkpoint" in str(error):
+            raise RematError(
+                "a unit that takes a gradient in its forward cannot keep single results, as policies such as "
+                "fs.checkpoint_policies.dots do: compute it again whole, remat=[(unit, 'all'), ...], or leave it out"
             ) from error
         if "use_reentrant=True" not in str(error):
             raise

@@ -24,6 +24,7 @@ from fshard.runtime.flight.mapped_file import VARIABLE, MappedFile, header, numb
 from fshard.runtime.flight.rank_records import RECORD, SLOTS, TRACE, file_name, schedule_name, stamped
 from fshard.schedule.ops import Op
 from fshard.schedule.schedule import Schedule
+from fshard.threads import Turn
 
 RUNS = 32
 """The runs whose stamps are kept."""
@@ -73,14 +74,14 @@ class Flight:
         self.mapped = MappedFile(Path(folder), rank, ranks) if folder else None
         self.kept: Kept | None = None
         self.passing = False
-        self.lock = threading.Lock()
+        self.lock, self.turn = threading.Lock(), Turn()
         own(self)
 
     def disown(self, why: str) -> None:
         """Keep no record: the files are the parent's."""
         self.runs.clear()
         self.name = ""
-        self.mapped, self.kept, self.passing, self.lock = None, None, False, threading.Lock()
+        self.mapped, self.kept, self.passing, self.lock, self.turn = None, None, False, threading.Lock(), Turn()
 
     @property
     def between(self) -> str:
