@@ -17,8 +17,8 @@ from typing import Any
 from fshard.checkpoint.checkpoint_problems import foreign
 from fshard.checkpoint.tensorfile import DTYPES, NAMES, TensorMeta, is_count, is_shape
 from fshard.errors import MOST, CheckpointError
-from fshard.reading.file_problems import damaged
-from fshard.reading.strict_json import check_bounds, parse_json
+from fshard.reading.files import damaged
+from fshard.reading.texts import check_bounds, parse_json
 from fshard.sharding.layout import Piece
 
 FORMAT = "fshard-checkpoint"

@@ -20,8 +20,7 @@ from fshard.errors import CheckpointError
 from fshard.interchange.convert import Kind, kind_of, to_dcp, to_hf, to_state
 from fshard.interchange.hf_files import size_in_bytes
 from fshard.markup import aligned
-from fshard.reading.file_problems import printable
-from fshard.reading.files import file_errors
+from fshard.reading.files import file_errors, printable
 from fshard.sharding.mesh import abstract_mesh
 from fshard.state.entries import entries
 

@@ -23,8 +23,7 @@ from fshard.interchange.rename import RenameLike
 from fshard.interchange.source import MemorySource, PrefixSource, TensorSource
 from fshard.optim.base import Optimizer
 from fshard.played.everywhere import called_on_each_rank
-from fshard.reading.file_problems import printable, unusable
-from fshard.reading.files import File, open_file
+from fshard.reading.files import File, open_file, printable, unusable
 from fshard.sharding.plan import Plan
 from fshard.sharding.spec import Shape
 from fshard.state.init import Inits

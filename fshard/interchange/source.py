@@ -17,7 +17,7 @@ from fshard.errors import TreeError, lines
 from fshard.interchange.rename import RenameLike, apply_rules, unwrapped
 from fshard.model.philox import fold
 from fshard.optim.base import Optimizer
-from fshard.reading.file_problems import printable
+from fshard.reading.files import printable
 from fshard.sharding.layout import Piece
 from fshard.sharding.plan import Plan
 from fshard.sharding.spec import Shape

@@ -12,9 +12,8 @@ import torch
 from torch import Tensor
 
 from fshard.collectives.linear import Gather, Scatter, apply
-from fshard.parallel.attention import visible
+from fshard.parallel.attention import Ring, visible
 from fshard.parallel.attention_kernels import for_heads
-from fshard.parallel.ring_steps import Ring
 from fshard.torch_internals import DisableAutocast
 
 Heads = tuple[Tensor, Tensor, Tensor]

@@ -12,9 +12,8 @@ from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
 
 from fshard.collectives import raw
-from fshard.parallel.attention import attend, attend_backward
+from fshard.parallel.attention import Ring, attend, attend_backward
 from fshard.parallel.attention_tangents import Heads, gradients_tangent, output_tangent
-from fshard.parallel.ring_steps import Ring
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, ring: Ring) -> Tensor:

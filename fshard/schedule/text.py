@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from fshard.arguments import size_text
-from fshard.reading.strict_json import parse_json
+from fshard.reading.texts import parse_json
 from fshard.schedule import schedule_refusals
 from fshard.schedule.ops import LOCAL, STEP_KINDS, GroupInfo, Op, Program, microbatch_kinds, op_kinds
 from fshard.schedule.policy import Keep, Policy, Secondary, keep, secondary

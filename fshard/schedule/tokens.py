@@ -4,7 +4,7 @@ import json
 import re
 from collections.abc import Iterable, Iterator, Sequence
 
-from fshard.reading.strict_json import parse_json
+from fshard.reading.texts import parse_json
 
 TOKEN = re.compile(r'"(?:[^"\\]|\\.)*"|\S+')
 PLAIN = re.compile(r'[^\s"#@][^\s"]*')

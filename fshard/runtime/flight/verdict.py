@@ -4,7 +4,7 @@ import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 
-from fshard.reading.file_problems import printable
+from fshard.reading.files import printable
 from fshard.runtime.flight.rank_records import OVER, RankRecord
 
 NEAR = 1.0

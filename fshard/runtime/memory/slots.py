@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fshard.model.casting import Casting
 from fshard.model.float8 import FLOAT8, attach_rows
+from fshard.model.precision import Casting
 from fshard.model.unit import Slot, attach, slot_of
 from fshard.runtime.memory.allocation import allocate, deallocate, with_memory
 from fshard.sharding.layout import Group
