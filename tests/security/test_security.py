@@ -286,7 +286,7 @@ OPEN = {
     ("dcp_write.py", "open"),
     ("hf_files.py", "open"),
     ("save.py", "json.loads"),  # what was made a line before
-    ("strict_json.py", "json.loads"),  # behind its bounds
+    ("texts.py", "json.loads"),  # behind its bounds
     ("hf.py", "load"),  # of a source, which opens by the reader
     ("optimizer_state.py", "load"),
     ("texts.py", "read_text"),  # tools read whole files by the reader
