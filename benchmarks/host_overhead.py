@@ -23,7 +23,7 @@ from rich.console import Console
 from fshard.runtime.flight.recorder import Flight
 from fshard.schedule import Op, Schedule
 from fshard.tracking.history import History
-from fshard.tracking.live import screen
+from fshard.tracking.screen import screen
 
 BASE = "eager"
 ALL = (

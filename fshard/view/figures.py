@@ -9,20 +9,6 @@ from fshard.markup import COLORS
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-import io
-
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
-
-
-class Picture(Figure):
-    """A figure that is its own picture: a notebook shows a plain ``Figure`` as text until pyplot was used."""
-
-    def _repr_png_(self) -> bytes:
-        out = io.BytesIO()
-        FigureCanvasAgg(self).print_png(out)  # type: ignore[no-untyped-call]
-        return out.getvalue()
-
 
 def empty_figure(call: str, width: float, height: float) -> "Figure":
     """A white figure of so many inches.
@@ -33,6 +19,7 @@ def empty_figure(call: str, width: float, height: float) -> "Figure":
     try:
         import matplotlib.figure  # noqa: F401 - whether it is there: the next line may be cached
 
+        from fshard.view.picture import Picture
     except ImportError as error:
         raise missing_extra(call, "matplotlib", "view") from error
     return Picture(figsize=(width, height), layout="constrained", facecolor="white")

@@ -217,7 +217,7 @@ def test_a_log_gets_a_line_now_and_then() -> None:
 
 def test_the_view_fits_its_terminal() -> None:
     console = pytest.importorskip("rich.console")
-    from fshard.tracking.live import screen
+    from fshard.tracking.screen import screen
 
     history = History("loss")
     for step in range(1, 9001):
