@@ -209,7 +209,7 @@ EVENTS = (
     *(f"fshard.runtime.execution.{module}" for module in ("actions", "replica_sums", "pending_update", "wires")),
     "fshard.runtime.memory.offload",
     "fshard.runtime.memory.activation_copies",
-    "fshard.checkpoint.snapshot",
+    "fshard.checkpoint.save",
     "fshard.interchange.export_plan",
     "fshard.outer_steps.outer_exchange",
     "fshard.pipeline.mail",
@@ -228,7 +228,7 @@ FREES = (
 )
 """The modules that free the memory of buffers."""
 
-STREAMS = ("fshard.runtime.memory.offload", "fshard.checkpoint.snapshot")
+STREAMS = ("fshard.runtime.memory.offload", "fshard.checkpoint.save")
 """The modules that make streams for copies."""
 
 

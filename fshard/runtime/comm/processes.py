@@ -20,8 +20,7 @@ from fshard.runtime.comm.descriptors import Descriptors
 from fshard.runtime.comm.device_release import Cuts
 from fshard.runtime.comm.device_streams import make_stream
 from fshard.runtime.comm.exchange import exchange, exchange_text
-from fshard.runtime.comm.gloo import GlooCommunicator
-from fshard.runtime.comm.gloo_threads import without_interrupting
+from fshard.runtime.comm.gloo import GlooCommunicator, without_interrupting
 from fshard.runtime.comm.host import HostCommunicator
 from fshard.runtime.comm.links import PeerLink, Rendezvous, close_links, host_key
 from fshard.runtime.comm.nccl import NcclCommunicator
