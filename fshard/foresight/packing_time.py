@@ -37,7 +37,6 @@ def packing_seconds(plan: Plan, stages: StepProgram, speed: Speed) -> dict[tuple
     """The seconds that the formats of a plan's transfers add to the ops of a step, by kind and target.
 
     Args:
-        plan: the plan.
         stages: what the step does: groups that it does not read have no gathers.
         speed: of the device.
     """

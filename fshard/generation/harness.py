@@ -22,7 +22,6 @@ class Scorer:
     """Requests of the harness on all ranks: each data rank computes its part of them, and all learn all results.
 
     Args:
-        state: the state.
         forward: how the model reads tokens.
         encode: from text to tokens.
         decode: from tokens to text.

@@ -20,7 +20,6 @@ class UpdateNorms:
     """Sets of leaves whose gradient norms ranks sum: first those of each clipping rule, then what is watched.
 
     Attributes:
-        plan: the plan.
         chosen: the plan in which every leaf is frozen that the update leaves alone.
         clip: the limits of gradient norms.
         watch: the sets that the metrics have besides; None for none.

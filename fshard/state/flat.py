@@ -30,7 +30,6 @@ class FlatForm:
     """Leaves of a plan that a tree has, and the place of each in the chunk of its group.
 
     Attributes:
-        plan: the plan.
         order: the leaves.
         what: the name of such a tree, for errors.
     """

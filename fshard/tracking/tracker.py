@@ -73,11 +73,7 @@ def need(what: str, module: str, library: str, extra: str) -> None:
 
 
 class Guard:
-    """One tracker of a run. Its first failure ends its own records with one warning, and nothing else.
-
-    Args:
-        tracker: the tracker.
-    """
+    """One tracker of a run. Its first failure ends its own records with one warning, and nothing else."""
 
     def __init__(self, tracker: Tracker) -> None:
         self.tracker = tracker

@@ -40,7 +40,6 @@ class LinearMap:
     """A linear map of trees of shards, at the parameters and the batch at which it was made.
 
     Attributes:
-        plan: the plan.
         value: what the linearized function returned.
         forward: the map of the trainable leaves, by path.
         backward: its transpose.

@@ -32,7 +32,6 @@ class TangentFunction:
     """A loss under forward derivatives.
 
     Attributes:
-        loss: the loss.
         plan: the plan without tangents.
         known: units made so far.
     """

@@ -267,7 +267,6 @@ def gradients_of(plan: Plan, memory: StepMemory, slices: Mapping[int, tuple[Upda
     """Return what becomes of the gradients of a step.
 
     Args:
-        plan: the plan.
         memory: where they lie.
         slices: the update slices of each trainable group.
     """

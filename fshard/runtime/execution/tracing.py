@@ -42,7 +42,6 @@ class TracedMoves:
     """The moves of activations of a program that is known, on fake tensors.
 
     Args:
-        program: the program.
         activations: moves them.
     """
 

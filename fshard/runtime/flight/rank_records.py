@@ -77,7 +77,6 @@ class RankRecord:
     """The record that one rank has left.
 
     Attributes:
-        rank: the rank.
         ranks: how many there were.
         entries: from the oldest to the newest.
         schedules: those that could be read, by number.

@@ -44,7 +44,6 @@ class FlatGradients:
     """Collects the gradients of leaves, and tracks which groups have any, and their norms.
 
     Attributes:
-        plan: the plan.
         buffers: those of trainable groups, by group id.
         offload: copies to and from host memory.
         accumulated: gradients of earlier steps and their factors, by group id: added before norms are taken.

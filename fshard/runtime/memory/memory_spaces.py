@@ -101,7 +101,6 @@ def free_bytes(device: torch.device, root: Path = Path("/")) -> int | None:
     limit of the process' control group (version 2) counts as the size of the host.
 
     Args:
-        device: the device.
         root: where ``proc`` and ``sys`` are.
     """
     if device.type == "cuda":

@@ -136,7 +136,6 @@ class Slots:
         """Make views of the arena: ``param:`` items at their offsets in bytes.
 
         Args:
-            arena: the arena.
             offsets: by item.
             stage_numel: the elements of the staging of each reduction, by group id. Gradients and staging are outside
                 of the arena, and get memory when they are used.

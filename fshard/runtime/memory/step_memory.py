@@ -41,7 +41,6 @@ class StepMemory:
     """The memory of a step. Nothing is allocated before the first program is prepared.
 
     Args:
-        plan: the plan.
         infos: what schedules know of the groups.
         train: whether there are gradients.
         poison: fill new memory with nan.
