@@ -147,14 +147,11 @@ def stored_names(path: str, manifest: Manifest, entries: Sequence[Entry], reques
 def _unread(have: Mapping[str, TensorInfo], wanted: Container[str], request: RestoreRequest) -> list[str]:
     """The tensors that no rank reads. Without an optimizer its tensors may be left."""
     start = "" if request.opt is not None else "params."
-    other = _of_other_stages(request.plan.whole or request.plan)
+    plan = request.plan.whole or request.plan
+    ours = plan.own.leaves if plan.stages is not None else plan.leaves
+    other = tuple([f".{path}" for path in plan.leaves if path not in ours])  # what ranks of other stages read
     left = [name for name in have if name not in wanted and not name.endswith(other)]
     return [f"extra  {name}  {have[name]}" for name in left if name.startswith(start)]
-
-
-def _of_other_stages(plan: Plan) -> tuple[str, ...]:
-    """The ends of the names of tensors that ranks of other stages read."""
-    return () if plan.stages is None else tuple([f".{path}" for path in plan.leaves if path not in plan.own.leaves])
 
 
 def _by_name(entries: Sequence[Entry], have: Container[str]) -> dict[str, str]:

@@ -198,7 +198,9 @@ class EdgeCheck:
                 if microbatch not in edge.over:
                     at = edge.started.get(microbatch, -1)
                     what = "is started here and never waited for" if at >= 0 else "is missing"
-                    return max(at, 0), f"the {_word(edge)} of {name} of microbatch {microbatch} {what}"
+                    return max(
+                        at, 0
+                    ), f"the {'send' if edge.sends else 'receive'} of {name} of microbatch {microbatch} {what}"
         return None
 
     def _note(self, schedule: Schedule, each: Pass, start: int, microbatch: int) -> None:
@@ -209,7 +211,3 @@ class EdgeCheck:
             edge = self.edges[info.name] = EdgeProgress(info.transfer("send") is not None, due, {}, set(), most)
             for number, position in due.items() if not edge.sends else ():
                 self.readers.setdefault(position, []).append((info.name, number))
-
-
-def _word(edge: EdgeProgress) -> str:
-    return "send" if edge.sends else "receive"

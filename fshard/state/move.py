@@ -138,7 +138,9 @@ def reshard_state(state: TrainState, plan: Plan, opt: Optimizer | None) -> Train
         return reshard_state(reshard_state(state, between, opt), plan, opt)
     # Leaves whose format changes are moved as values, all others as they are kept.
     loose = {path for path, leaf in after.leaves.items() if leaf.packed != before.leaves[path].packed}
-    old = {entry.name: entry for entry in entries(settle(state), loose) if opt is not None or _is_param(entry)}
+    old = {
+        entry.name: entry for entry in entries(settle(state), loose) if opt is not None or entry.name.startswith(PARAMS)
+    }
     values = _scalars(state, before, after)
     new = {entry.name: entry for entry in entries(assemble(after.own, opt, _leave, values), loose)}
     enter(after.mesh, "reshard_state")
@@ -171,10 +173,6 @@ def _receive(plan: Plan, known: Known, old: dict[str, Entry], new: dict[str, Ent
         whole = whole_entry(plan.mesh, known.old[name], moved[name])
         if after is not None:
             after.tensor.copy_(take(refitted(whole, after), after.piece))
-
-
-def _is_param(entry: Entry) -> bool:
-    return entry.name.startswith(PARAMS)
 
 
 def _scalars(state: TrainState, before: Plan, after: Plan) -> Scalars:
