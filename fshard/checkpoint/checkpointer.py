@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import Any, Self, overload
 
 from fshard.arguments import expect
-from fshard.checkpoint.checkpoint_problems import other_folder
 from fshard.checkpoint.folder import CheckpointFolder, choose_steps, list_steps, step_folder
+from fshard.checkpoint.manifest import other_folder
 from fshard.checkpoint.requests import requests_of
 from fshard.checkpoint.restore import TakeRules, restore_step
 from fshard.checkpoint.save import Save, Snapshot, check_json, head_of, remove_failed, save_facts, write_and_commit

@@ -18,8 +18,7 @@ import time
 from collections.abc import Callable, Collection
 from contextlib import suppress
 
-from fshard.checkpoint.checkpoint_problems import empty, foreign
-from fshard.checkpoint.manifest import LIMIT, Manifest, parse
+from fshard.checkpoint.manifest import LIMIT, Manifest, empty, foreign, parse
 from fshard.checkpoint.when import Retention
 from fshard.errors import CheckpointError, DamagedError, lines
 from fshard.forks import own

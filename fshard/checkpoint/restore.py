@@ -7,9 +7,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from fshard.checkpoint.checkpoint_problems import other_folder
 from fshard.checkpoint.folder import read_manifest, step_folder
-from fshard.checkpoint.manifest import Manifest, TensorInfo
+from fshard.checkpoint.manifest import Manifest, TensorInfo, other_folder
 from fshard.checkpoint.ranges import Slice
 from fshard.checkpoint.read import read_into
 from fshard.checkpoint.states import one_mesh, whole_entries

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 
 from fshard.arguments import size_text
-from fshard.checkpoint.checkpoint_problems import empty
 from fshard.checkpoint.checkpointer import Checkpointer
 from fshard.checkpoint.folder import LEFT, MANIFEST, choose_steps, list_steps, read_manifest, step_folder
+from fshard.checkpoint.manifest import empty
 from fshard.checkpoint.read import verify_step
 from fshard.checkpoint.rewrite import load_tensor, to_file, to_folder
 from fshard.errors import CheckpointError

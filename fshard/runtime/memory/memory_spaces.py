@@ -1,6 +1,11 @@
-"""Memory on the device and on its host, and copies between them around an update."""
+"""Memory on the device and on its host, copies between them around an update, and buffers that give theirs back.
 
-from collections.abc import Mapping
+Gradients have memory only in the backward, which frees activations. On a device, a buffer is returned to the caching
+allocator after the compute stream has waited for the last use, so the allocator's order by stream is sufficient.
+"""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,6 +16,30 @@ from fshard.sharding.kinds import MemoryKind
 from fshard.sharding.layout import Group
 from fshard.sharding.mesh import Mesh
 from fshard.sharding.plan import Plan
+
+
+def allocate(buffer: Tensor) -> None:
+    """Give a buffer memory, if it has none. It and its views can then be used; their values are undefined."""
+    storage = buffer.untyped_storage()
+    if storage.nbytes() < buffer.nbytes:
+        storage.resize_(buffer.nbytes)
+
+
+@contextmanager
+def with_memory(buffer: Tensor) -> Iterator[None]:
+    """Memory for the time of a block, if there is none: a view can only be made of a buffer that has some."""
+    bare = not buffer.untyped_storage().nbytes()
+    allocate(buffer)
+    try:
+        yield
+    finally:
+        if bare:
+            deallocate(buffer)
+
+
+def deallocate(buffer: Tensor) -> None:
+    """Free a buffer's memory. It and its views may not be used until it is allocated again."""
+    buffer.untyped_storage().resize_(0)
 
 
 @dataclass(frozen=True)

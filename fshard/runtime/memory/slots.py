@@ -16,7 +16,7 @@ from torch import Tensor
 from fshard.model.float8 import FLOAT8, attach_rows
 from fshard.model.precision import Casting
 from fshard.model.unit import Slot, attach, slot_of
-from fshard.runtime.memory.allocation import allocate, deallocate, with_memory
+from fshard.runtime.memory.memory_spaces import allocate, deallocate, with_memory
 from fshard.sharding.layout import Group
 from fshard.sharding.leaf import casting_of
 from fshard.sharding.mesh import Mesh
