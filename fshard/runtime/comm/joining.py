@@ -20,7 +20,6 @@ import torch.distributed as dist
 
 from fshard.errors import CommError, PlanError
 from fshard.runtime.comm.bounded import bounded
-from fshard.runtime.comm.descriptors import Descriptors
 from fshard.runtime.comm.devices import (
     DevicePlace,
     agree_on_places,
@@ -29,6 +28,7 @@ from fshard.runtime.comm.devices import (
     place_of,
     with_nccl,
 )
+from fshard.runtime.comm.ending import Descriptors
 from fshard.runtime.comm.launchers import as_torchrun
 from fshard.runtime.comm.links import host_key
 from fshard.runtime.comm.pending import naming_errors
