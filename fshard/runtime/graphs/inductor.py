@@ -5,8 +5,8 @@ the backward computes cheap pointwise ops again instead of saving their results.
 numbers come from the ops that eager PyTorch uses, so they are the same.
 
 A backward writes gradients of leaves where they belong, in the flat gradient. A product of matrices goes there by an op
-that Inductor calls as it calls its own products, with the memory as ``out=``. What a kernel of Inductor's computes, that
-kernel writes there. What other operators compute is returned, and copied.
+that Inductor calls as it calls its own products, with the memory as ``out=``. Its own kernels write
+there what they compute. What other operators compute is returned, and copied.
 """
 
 import copy
