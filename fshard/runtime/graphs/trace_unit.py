@@ -20,7 +20,7 @@ from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
 
 from fshard import tree
-from fshard.model import checkpointed
+from fshard.model import draws
 from fshard.model.checkpoint_policies import SavePolicy
 from fshard.model.float8 import attach_rows
 from fshard.runtime.engine.fake_fallback import KernelFakeMode, quiet
@@ -184,7 +184,7 @@ class Joint:
 
 def inspect(source: Source) -> GraphResult:
     """Run the unit on fake tensors and describe its result, or raise ``UntraceableUnit``."""
-    before = checkpointed.states()
+    before = draws.states()
     with quiet(), KernelFakeMode() as mode, NoRealTensors():  # type: ignore[no-untyped-call]
         leaves, inputs = source.fakes()
         watched = [*leaves, *inputs]
@@ -192,8 +192,8 @@ def inspect(source: Source) -> GraphResult:
         flat, spec = tree.flatten(source.call(leaves, inputs))
     if versions != [x._version for x in watched]:
         raise UntraceableUnit("it writes in place to what it was given")
-    if checkpointed.drawn(before, checkpointed.states()):
-        checkpointed.restore(before)
+    if draws.drawn(before, draws.states()):
+        draws.restore(before)
         raise UntraceableUnit("it draws from Python's random or numpy's, whose numbers would be the same in every step")
     found: list[tuple[str, Any]] = []
     outputs: list[Tensor] = []
