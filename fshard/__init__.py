@@ -63,10 +63,9 @@ from fshard.sharding.rules import Rule
 from fshard.sharding.spec import P, fsdp
 from fshard.sharding.suggest_rules import suggest_rules
 from fshard.sharding.wire import Wire
-from fshard.state.averaged import averaged
 from fshard.state.init import init_state, shard, unshard
 from fshard.state.move import reshard_state
-from fshard.state.settle import settle
+from fshard.state.settle import averaged, settle
 from fshard.state.train_state import TrainState
 from fshard.training.evaluate import make_eval_step
 from fshard.training.make_step import make_train_step

@@ -18,13 +18,11 @@ import time
 from collections.abc import Callable, Collection
 from contextlib import suppress
 
-from fshard.checkpoint.checkpoint_problems import empty, foreign
-from fshard.checkpoint.manifest import LIMIT, Manifest, parse
+from fshard.checkpoint.manifest import LIMIT, Manifest, empty, foreign, parse
 from fshard.checkpoint.when import Retention
 from fshard.errors import CheckpointError, DamagedError, lines
 from fshard.forks import own
-from fshard.reading.file_problems import SHOWN, damaged, listed, printable
-from fshard.reading.files import file_errors, open_file
+from fshard.reading.files import SHOWN, damaged, file_errors, listed, open_file, printable
 
 MANIFEST = "manifest.json"
 STEP = re.compile(r"step-(\d{8,18})")

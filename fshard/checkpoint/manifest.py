@@ -14,11 +14,10 @@ from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Any
 
-from fshard.checkpoint.checkpoint_problems import foreign
 from fshard.checkpoint.tensorfile import DTYPES, NAMES, TensorMeta, is_count, is_shape
 from fshard.errors import MOST, CheckpointError
-from fshard.reading.file_problems import damaged
-from fshard.reading.strict_json import check_bounds, parse_json
+from fshard.reading.files import damaged
+from fshard.reading.texts import check_bounds, parse_json
 from fshard.sharding.layout import Piece
 
 FORMAT = "fshard-checkpoint"
@@ -335,3 +334,25 @@ def _uncovered(name: str, info: TensorInfo) -> Iterable[str]:
     count = math.prod(n // b for n, b in zip(shape, box, strict=True))
     if len(boxes) != count:
         yield f"{where}: {len(boxes)} of its {count} boxes are there"
+
+
+def foreign(path: str, what: str) -> CheckpointError:
+    """A file or folder that fshard did not write."""
+    return CheckpointError(
+        f"{path} is not a checkpoint of fshard: {what}. Give the folder that fs.Checkpointer wrote to."
+    )
+
+
+def empty(path: str) -> CheckpointError:
+    """A folder without checkpoints."""
+    return CheckpointError(
+        f"{path} holds no checkpoint: check the path, or start with fs.init_state(plan, opt) where latest() is None"
+    )
+
+
+def other_folder(rank: int, path: str, first: str, name: str) -> CheckpointError:
+    """A rank that sees another folder than rank 0."""
+    return CheckpointError(
+        f"rank {rank}: its folder {path} holds no {name}, which is in rank 0's folder {first}: give all ranks one "
+        f"folder, on a file system that all of them see"
+    )

@@ -19,8 +19,7 @@ from fshard.checkpoint.folder import MANIFEST, read_manifest
 from fshard.checkpoint.manifest import Extent, FileInfo, Manifest
 from fshard.checkpoint.ranges import Slice, copy_shared, shared_range
 from fshard.checkpoint.tensorfile import Stored, read_header
-from fshard.reading.file_problems import damaged
-from fshard.reading.files import File, file_errors, folder_at, open_file, plain_file
+from fshard.reading.files import File, damaged, file_errors, folder_at, open_file, plain_file
 
 BLOCK = 1 << 21
 """Bytes that a thread reads at a time."""

@@ -7,24 +7,24 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from fshard.checkpoint.checkpoint_problems import other_folder
-from fshard.checkpoint.counts import late_by_moments
 from fshard.checkpoint.folder import read_manifest, step_folder
-from fshard.checkpoint.manifest import Manifest, TensorInfo
+from fshard.checkpoint.manifest import Manifest, TensorInfo, other_folder
 from fshard.checkpoint.ranges import Slice
 from fshard.checkpoint.read import read_into
 from fshard.checkpoint.states import one_mesh, whole_entries
 from fshard.checkpoint.tensorfile import NAMES
 from fshard.errors import CheckpointError, PlanError, ShardError, TreeError, lines
+from fshard.optim.around import CARRIED, EMA
 from fshard.optim.base import Optimizer
 from fshard.patterns import bad_regex, first_matches, idle
-from fshard.reading.file_problems import damaged, listed
-from fshard.reading.files import file_errors
+from fshard.reading.files import damaged, file_errors, listed
 from fshard.runtime.comm import Communicator, all_ranks_or_raise, each_rank_or_raise
+from fshard.runtime.memory.optimizer_layout import BASIS, RESIDUAL
 from fshard.sharding.mesh import Mesh
 from fshard.sharding.plan import Plan
-from fshard.state.entries import assemble, scalars
-from fshard.state.pieces import Entry
+from fshard.state.entries import LATE, assemble, scalars
+from fshard.state.exchanges import ANCHOR
+from fshard.state.pieces import PARAMS, Entry, split_name
 from fshard.state.provenance import Past, RunIdentity
 from fshard.state.replica_entries import of_all_replicas, saved_at, with_replicas
 from fshard.state.train_state import TrainState
@@ -146,14 +146,11 @@ def stored_names(path: str, manifest: Manifest, entries: Sequence[Entry], reques
 def _unread(have: Mapping[str, TensorInfo], wanted: Container[str], request: RestoreRequest) -> list[str]:
     """The tensors that no rank reads. Without an optimizer its tensors may be left."""
     start = "" if request.opt is not None else "params."
-    other = _of_other_stages(request.plan.whole or request.plan)
+    plan = request.plan.whole or request.plan
+    ours = plan.own.leaves if plan.stages is not None else plan.leaves
+    other = tuple([f".{path}" for path in plan.leaves if path not in ours])  # what ranks of other stages read
     left = [name for name in have if name not in wanted and not name.endswith(other)]
     return [f"extra  {name}  {have[name]}" for name in left if name.startswith(start)]
-
-
-def _of_other_stages(plan: Plan) -> tuple[str, ...]:
-    """The ends of the names of tensors that ranks of other stages read."""
-    return () if plan.stages is None else tuple([f".{path}" for path in plan.leaves if path not in plan.own.leaves])
 
 
 def _by_name(entries: Sequence[Entry], have: Container[str]) -> dict[str, str]:
@@ -225,3 +222,51 @@ def _by_rules(rules: TakeRules, entries: Sequence[Entry]) -> dict[str, str]:
         remedy = "Say what becomes of every entry: end with (r'.*', None) for those that keep their value."
         raise PlanError(lines("rules= of a restore:", listed(unmatched) + unused, remedy))
     return out
+
+
+UNCOUNTED = {EMA, CARRIED, RESIDUAL, BASIS, ANCHOR}
+"""Buffers that no number of updates corrects."""
+
+
+def late_by_moments(
+    state: TrainState, into: TrainState | None, manifest: Manifest, entries: Sequence[str], names: Mapping[str, str]
+) -> dict[str, int]:
+    """Return how many updates fewer than the state's step each leaf has had; less than nothing where it has had more.
+
+    Args:
+        state: the state, whose step is that of ``into`` if that is given.
+        into: the state that gives what is not read.
+        manifest: what the checkpoint holds.
+        entries: the names of all entries of the state.
+        names: of the tensors that entries are read from, by the names of the entries.
+
+    Raises:
+        PlanError: moments of one leaf come from states in which it has had unlike numbers of updates.
+    """
+    counts: dict[str, dict[int, str]] = {}
+    for path, count, where in _counted(state, into, manifest, entries, names):
+        counts.setdefault(path, {})[count] = where
+    unlike = {path: each for path, each in counts.items() if len(each) > 1}
+    if unlike:
+        rows = [f"{path}: {count}, that of {where}" for path, each in unlike.items() for count, where in each.items()]
+        remedy = "Let rules= read all optimizer state of a leaf, or none of it: one count corrects its moments."
+        raise PlanError(lines("optimizer state of one leaf has had unlike numbers of updates:", rows, remedy))
+    late = dict(state.late) | {path: state.step - next(iter(each)) for path, each in counts.items()}
+    return {path: missed for path, missed in late.items() if missed}
+
+
+def _counted(
+    state: TrainState, into: TrainState | None, manifest: Manifest, entries: Sequence[str], names: Mapping[str, str]
+) -> Iterator[tuple[str, int, str]]:
+    """The leaf of each moment, the number of its updates, and where it comes from."""
+    saved = {name.removeprefix(PARAMS) for name in manifest.tensors if name.startswith(PARAMS)}
+    for name in entries:
+        buffer, path = split_name(name, state.plan.leaves)
+        if not name.startswith("opt.") or buffer in UNCOUNTED:
+            continue
+        if name in names:
+            missed = manifest.scalars.get(LATE + split_name(names[name], saved)[1])
+            missed = missed if isinstance(missed, int) else 0
+            yield path, manifest.step - missed, f"{names[name]} in the checkpoint"
+        elif into is not None:
+            yield path, into.step - into.late.get(path, 0), f"{name} of into="

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from fshard.reading.files import File
-from fshard.reading.strict_json import parse_json
+from fshard.reading.texts import parse_json
 from fshard.sharding.spec import Shape
 
 NAMES = {

@@ -11,17 +11,16 @@ from typing import Any
 import torch
 
 from fshard.arguments import size_text
-from fshard.checkpoint.checkpoint_problems import empty
 from fshard.checkpoint.checkpointer import Checkpointer
 from fshard.checkpoint.folder import LEFT, MANIFEST, choose_steps, list_steps, read_manifest, step_folder
+from fshard.checkpoint.manifest import empty
 from fshard.checkpoint.read import verify_step
 from fshard.checkpoint.rewrite import load_tensor, to_file, to_folder
 from fshard.errors import CheckpointError
 from fshard.interchange.convert import Kind, kind_of, to_dcp, to_hf, to_state
 from fshard.interchange.hf_files import size_in_bytes
 from fshard.markup import aligned
-from fshard.reading.file_problems import printable
-from fshard.reading.files import file_errors
+from fshard.reading.files import file_errors, printable
 from fshard.sharding.mesh import abstract_mesh
 from fshard.state.entries import entries
 

@@ -15,13 +15,12 @@ from typing import Any
 
 from fshard.arguments import size_text
 from fshard.errors import PlanError
-from fshard.foresight.blame import named
 from fshard.foresight.feeding import LONGEST
 from fshard.foresight.foresee import Foresight, Progress, foresee
 from fshard.foresight.foresight_tables import as_json, sections
 from fshard.foresight.hardware import Hardware, hardware
 from fshard.foresight.huggingface import hugging_face
-from fshard.foresight.jobs import Job, read_job, takes_mesh
+from fshard.foresight.jobs import Job, named, read_job, takes_mesh
 from fshard.foresight.page import write_page, write_staged_page
 from fshard.foresight.remedies import Remedy, closing, largest, open_changes, remedies
 from fshard.foresight.search import known_formats, search

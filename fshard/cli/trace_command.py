@@ -6,8 +6,7 @@ from itertools import groupby, pairwise
 from pathlib import Path
 
 from fshard.runtime.flight.rank_records import RankRecord, read_records
-from fshard.runtime.flight.stragglers import straggler
-from fshard.runtime.flight.verdict import of_one_job, verdict
+from fshard.runtime.flight.verdict import of_one_job, straggler, verdict
 from fshard.view.chrome import OpSpan, ScheduleRun, write
 
 

@@ -33,7 +33,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add what the command takes; the help ends with every key."""
     parser.set_defaults(run=run)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.epilog = "\n".join(["keys of a config:", *key_lines_of_help(), "", parser.epilog or ""])
+    rows = [f"  {name}: {kind}, default {default}\n      {text}" for name, kind, default, text in key_table()]
+    parser.epilog = "\n".join(["keys of a config:", *rows, "", parser.epilog or ""])
     parser.add_argument("config", help="a TOML file")
     parser.add_argument("changes", nargs="*", default=[], metavar="key=value", help="in place of what the file says")
     parser.add_argument("--ranks", type=int, help="start this many processes; without it, it joins those of torchrun")
@@ -41,11 +42,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--print-config", action="store_true", help="print every key with its value, and stop")
     parser.add_argument("--emit-script", metavar="FILE", help="write a Python script that does the same, and stop")
     add_hardware(parser.add_argument_group("hardware of a dry run"))
-
-
-def key_lines_of_help() -> list[str]:
-    """A line for each key: its name, type and default, and what it is."""
-    return [f"  {name}: {kind}, default {default}\n      {text}" for name, kind, default, text in key_table()]
 
 
 def run(args: argparse.Namespace) -> int:

@@ -23,7 +23,6 @@ def check_copies(plan: Plan, grads: Mapping[int, Tensor], comm: Communicator) ->
     rank has the whole gradient. It has not if a leaf meets values that differ between ranks without a ``pvary``.
 
     Args:
-        plan: the plan.
         grads: this rank's part of the gradients, by group id.
         comm: the control communicator over the whole mesh.
 

@@ -31,9 +31,9 @@ import torch
 from torch import Tensor
 
 from fshard.collectives import raw
-from fshard.collectives.collective_refusals import no_derivative, untraceable, wrapped
-from fshard.collectives.equal_values import check_invariant
 from fshard.collectives.ranks import Ranks
+from fshard.collectives.raw import check_invariant
+from fshard.collectives.scope import no_derivative, untraceable, wrapped
 from fshard.torch_internals import DispatchModeKey, dispatch_mode, functorch, tracing_state
 
 Shape = tuple[int, ...]

@@ -82,8 +82,6 @@ def check_spec(x: Tensor, spec: P, mesh: Mesh, label: str, whole: bool) -> None:
 
     Args:
         x: the tensor, a global one if ``whole``.
-        spec: the spec.
-        mesh: the mesh.
         label: the tensor's name in errors.
         whole: check that the axes divide the dims.
     """

@@ -76,12 +76,7 @@ class Loader:
     ) -> None:
         expect("fs.data.Loader(dataset, plan)", [("plan", plan, Plan, "what fs.make_plan returned")])
         _check_dataset(dataset)
-        if epochs is not None and (not isinstance(epochs, int) or isinstance(epochs, bool) or epochs < 1):
-            raise PlanError(f"fs.data.Loader(epochs={epochs!r}): give an int >= 1, or None for no end")
-        if taken := sorted(OWN & options.keys()):
-            raise PlanError(
-                f"fs.data.Loader: {', '.join(taken)} cannot be given: batch=, shuffle= and partial= say the order"
-            )
+        _check_options(epochs, options)
         self.dataset, self.plan, self.epochs = dataset, plan, epochs
         self.order = Order(len(dataset), batch, seed, shuffle, partial)
         self.options = {**options, "collate_fn": collate}
@@ -190,3 +185,12 @@ def without_position(batches: Any) -> str:
         f"batches: give fs.data.Loader(dataset, plan, batch=...), torchdata's StatefulDataLoader, or batches as a "
         f"function of the step"
     )
+
+
+def _check_options(epochs: int | None, options: Mapping[str, Any]) -> None:
+    if epochs is not None and (not isinstance(epochs, int) or isinstance(epochs, bool) or epochs < 1):
+        raise PlanError(f"fs.data.Loader(epochs={epochs!r}): give an int >= 1, or None for no end")
+    if taken := sorted(OWN & options.keys()):
+        raise PlanError(
+            f"fs.data.Loader: {', '.join(taken)} cannot be given: batch=, shuffle= and partial= say the order"
+        )

@@ -6,8 +6,7 @@ from dataclasses import dataclass, replace
 
 from fshard.arguments import expect, size_text
 from fshard.errors import PlanError, lines
-from fshard.foresight.host_memory import frozen_seconds, host_copies, update_seconds
-from fshard.foresight.packing_time import packing_seconds
+from fshard.foresight.packing_time import frozen_seconds, host_copies, packing_seconds, update_seconds
 from fshard.schedule.auto import Candidate
 from fshard.schedule.candidates import PolicyTask
 from fshard.schedule.costs import Costs, Link

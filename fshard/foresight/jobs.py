@@ -3,8 +3,12 @@
 import functools
 import importlib.util
 import inspect
+import os
 import sys
-from collections.abc import Callable, Mapping
+import sysconfig
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -14,8 +18,7 @@ from torch import Tensor
 
 from fshard import tree
 from fshard.arguments import described
-from fshard.errors import PlanError
-from fshard.foresight.blame import named
+from fshard.errors import PlanError, ShardError
 from fshard.optim.adamw import adamw
 from fshard.pipeline.stages import Stages
 from fshard.runtime.execution.trace_program import on_device
@@ -24,8 +27,61 @@ from fshard.sharding.plan import Plan, make_plan
 from fshard.sharding.rules import Rule
 from fshard.sharding.spec import P, fsdp
 from fshard.sharding.wire import Wire
+from fshard.tracebacks import FULL
 from fshard.training.make_step import make_train_step
 from fshard.training.train_step import TrainStep
+
+OURS = str(Path(__file__).parents[1]) + os.sep
+"""The folder of the library."""
+
+PYTHONS = sysconfig.get_paths()["stdlib"] + os.sep
+"""The folder of Python's own modules."""
+
+BELOW = (f"site-packages{os.sep}torch", f"site-packages{os.sep}optree")
+"""Packages that a job calls, whose frames tell its author nothing."""
+
+SHOWN = 3
+"""Lines of code that an error names."""
+
+
+@contextmanager
+def named(where: str, remedy: str = "") -> Iterator[None]:
+    """Inside, what the code of a job raises is a ``PlanError`` that names its line. Errors of the library stay.
+
+    Args:
+        where: ``FILE.py:FUNCTION``, or what else runs.
+        remedy: what to do, if there is more to say than the error does.
+
+    Raises:
+        PlanError: the code raised something.
+
+    >>> with named("train.py:make"):
+    ...     raise SystemExit("no GPU")
+    Traceback (most recent call last):
+    fshard.errors.PlanError: train.py:make raised SystemExit: no GPU
+    """
+    try:
+        yield
+    except ShardError:
+        raise
+    except (Exception, SystemExit) as error:
+        places = [*_places(traceback.extract_tb(error.__traceback__))]
+        told = places or isinstance(error, SyntaxError | SystemExit)
+        if not told or os.environ.get(FULL) == "full":
+            raise  # a defect of the library: all of its frames are of use
+        notes = [str(note) for note in getattr(error, "__notes__", ())]
+        lines = [f"{where} raised {type(error).__name__}: {error}", *places[-SHOWN:], *notes]
+        raise PlanError("\n".join([*lines, *[remedy] * bool(remedy)])) from error
+
+
+def _places(frames: Iterable[traceback.FrameSummary]) -> Iterator[str]:
+    """The lines of code that is neither the library's, nor torch's, nor Python's, the innermost last."""
+    for frame in frames:
+        file = frame.filename
+        pythons = file.startswith(PYTHONS) and "site-packages" not in file
+        if not pythons and not file.startswith((OURS, "<")) and not any(f"{name}{os.sep}" in file for name in BELOW):
+            yield f"  {file}:{frame.lineno}, in {frame.name}: {frame.line}"
+
 
 GPU = "cuda"
 """The device of plans that are foreseen."""

@@ -94,7 +94,6 @@ def remedies(
 
     Args:
         seen: what does not fit.
-        step: the step.
         remade: makes the step anew with other options.
         changes: by their words, the options that it is tried with.
     """
@@ -172,7 +171,6 @@ def _remedy(seen: Foresight, step: TrainStep, change: str, task: PolicyTask, pla
 
     Args:
         seen: what does not fit.
-        step: the step.
         change: what would change.
         task: with the change.
         plan: with the change.
@@ -228,7 +226,6 @@ def _in_host_memory(plan: Plan, given: Mapping[str, Any]) -> Plan | None:
     """The plan with more of its leaves in host memory; None if none can be.
 
     Args:
-        plan: the plan.
         given: what rules say of leaves that are on the device. Frozen ones have no update, and no state.
     """
     if plan.source is None:  # of one replica of fs.outer

@@ -1,11 +1,9 @@
 """Text from sharded weights: sampling with a key-value cache, perplexity, lm-evaluation-harness."""
 
-from fshard.generation.caches import Kept
-from fshard.generation.generate import Generate, Generated, make_generate
+from fshard.generation.generate import Generate, Generated, Sampling, make_generate
 from fshard.generation.harness import harness
 from fshard.generation.hugging_face import hugging_face
-from fshard.generation.places import Places
-from fshard.generation.sampling import Sampling
+from fshard.generation.places import Kept, Places
 from fshard.generation.score import Perplexity
 
 __all__ = [

@@ -8,9 +8,8 @@ import torch
 from torch import Tensor
 
 from fshard.arguments import Want, expect
-from fshard.generation.generate import make_generate
+from fshard.generation.generate import Sampling, make_generate
 from fshard.generation.places import Forward, Places, padded, read
-from fshard.generation.sampling import Sampling
 from fshard.runtime.comm import all_ranks_or_raise, enter, mesh_communicator, telling
 from fshard.sharding.mesh import Mesh
 from fshard.state.move import reshard_state
@@ -23,7 +22,6 @@ class Scorer:
     """Requests of the harness on all ranks: each data rank computes its part of them, and all learn all results.
 
     Args:
-        state: the state.
         forward: how the model reads tokens.
         encode: from text to tokens.
         decode: from tokens to text.

@@ -8,8 +8,7 @@ from torch import Tensor
 
 from fshard.arguments import expect
 from fshard.errors import PlanError
-from fshard.generation.caches import given, taken
-from fshard.generation.places import Forward, Places
+from fshard.generation.places import Forward, Places, given, taken
 from fshard.model.split import Model
 from fshard.parallel.hf_attention import attends_over_ranks
 

@@ -16,15 +16,13 @@ from fshard.checkpoint.ranges import Block, cut_box, overlap
 from fshard.checkpoint.tensorfile import TensorMeta
 from fshard.errors import DamagedError, TreeError
 from fshard.interchange.archive import StridedData, find_tensor, read_strided
-from fshard.interchange.boxes import read_box
 from fshard.interchange.metadata import Chunk, read_metadata
 from fshard.interchange.optimizer_state import load_with_optimizer
 from fshard.interchange.rename import RenameLike
-from fshard.interchange.source import MemorySource, PrefixSource, TensorSource
+from fshard.interchange.source import MemorySource, PrefixSource, TensorSource, read_box
 from fshard.optim.base import Optimizer
 from fshard.played.everywhere import called_on_each_rank
-from fshard.reading.file_problems import printable, unusable
-from fshard.reading.files import File, open_file
+from fshard.reading.files import File, open_file, printable, unusable
 from fshard.sharding.plan import Plan
 from fshard.sharding.spec import Shape
 from fshard.state.init import Inits

@@ -1,23 +1,28 @@
 """Models of Hugging Face: safetensors read into shards, and written so that ``transformers`` loads them."""
 
+import copy
 import os
-from collections.abc import Callable, Mapping, Sequence
+import re
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from fshard import tree
 from fshard.arguments import expect
-from fshard.errors import PlanError
+from fshard.checkpoint.tensorfile import TensorMeta
+from fshard.errors import PlanError, TreeError, lines
 from fshard.interchange.export import deliver, export_entries, on_one_replica, stream
-from fshard.interchange.export_plan import ROLE, plan_export
+from fshard.interchange.export_plan import ROLE, ExportItem, plan_export
 from fshard.interchange.hf_files import HfFiles, HfWriter, size_in_bytes
-from fshard.interchange.hf_names import Converted, family
-from fshard.interchange.hf_outputs import HfOutputs
-from fshard.interchange.hf_values import own_values, read_buffers
-from fshard.interchange.rename import RenameLike, decided
-from fshard.interchange.source import TensorSource, load
+from fshard.interchange.hf_names import Converted, family, persistent, to_files, unsaved
+from fshard.interchange.rename import RenameLike, apply_rules, decided
+from fshard.interchange.source import MemorySource, PartSource, TensorSource, load
+from fshard.interchange.woven import Woven
+from fshard.model.initial_values import Initializer
 from fshard.optim.base import Optimizer
 from fshard.played.everywhere import called_on_each_rank
 from fshard.runtime.comm import collective_call, first_rank_or_raise, mesh_communicator
@@ -179,3 +184,148 @@ def _write(plan: Plan, listed: Sequence[Entry], check_alive: Callable[[], object
         first_rank_or_raise(comm, rank, publish)
     finally:
         writer.discard()
+
+
+class HfOutputs:
+    """The tensors that are written, in the order in which their leaves arrive.
+
+    Attributes:
+        items: the leaves to gather.
+        tensors: what is written, by name.
+    """
+
+    def __init__(
+        self, module: Any, items: Sequence[ExportItem], buffers: Mapping[str, Any] | None, renamed: frozenset[str]
+    ) -> None:
+        """Plan the outputs; names in ``renamed`` are those of leaves that a user's rule decided."""
+        given = _buffers(module, buffers)
+        skipped = frozenset[str]() if module is None else unsaved(module)
+        self.items = [item for item in items if item.name not in skipped or item.entry.name in renamed]
+        if both := sorted({item.name for item in self.items} & given.keys()):
+            raise TreeError(lines("buffers= has names of leaves:", both, "Leave them out."))
+        self._made = _made(module, self.items, given, renamed)
+        self._held: dict[str, Tensor] = dict(given)
+        self._outputs = _in_order(self._made, [*given], [item.name for item in self.items])
+        self._left = {item.name: sum(item.name in x.names for x in self._made.values()) for item in self.items}
+        ordered = [(name, self._made[name]) for names in self._outputs.values() for name in names]
+        self.tensors = {name: TensorMeta(tuple(one.shape), one.dtype) for name, one in ordered}
+
+    def take(self, name: str, leaf: Tensor) -> Iterator[tuple[str, Tensor]]:
+        """The tensors to write, now that a leaf has arrived; leaves that nothing needs any more are dropped."""
+        self._held[name] = leaf
+        for output in self._outputs.pop(name, ()):
+            one = self._made[output]
+            yield (
+                output,
+                leaf
+                if one.boxes == Woven.of(name, leaf.shape, leaf.dtype).boxes
+                else one.whole(MemorySource("leaves", self._held).read),
+            )
+            for used in one.names & self._left.keys():
+                self._left[used] -= 1
+                if not self._left[used]:
+                    del self._held[used]
+
+
+def _buffers(module: Any, given: Mapping[str, Any] | None) -> dict[str, Tensor]:
+    """The buffers to write by name."""
+    own = {} if module is None else persistent(module)
+    if given is None:
+        return own
+    return {path: buffer for path, buffer in tree.paths(given) if module is None or path in own}
+
+
+def _made(
+    module: Any, items: Sequence[ExportItem], buffers: Mapping[str, Tensor], renamed: frozenset[str]
+) -> dict[str, Woven]:
+    """The tensors of files, made of leaves and buffers; those that users renamed stay what they are."""
+    own = {item.name: TensorMeta(item.shape, item.dtype) for item in items if item.entry.name in renamed}
+    rest = {item.name: TensorMeta(item.shape, item.dtype) for item in items if item.entry.name not in renamed}
+    rest |= {name: TensorMeta(tuple(x.shape), x.dtype) for name, x in buffers.items()}
+    return _plain(own) | (_plain(rest) if module is None else to_files(module, rest))
+
+
+def _plain(metas: Mapping[str, TensorMeta]) -> dict[str, Woven]:
+    return {name: Woven.of(name, meta.shape, meta.dtype) for name, meta in metas.items()}
+
+
+def _in_order(made: Mapping[str, Woven], before: Sequence[str], arrivals: Sequence[str]) -> dict[str, list[str]]:
+    """The outputs that each arrival completes; those of nothing else come with the first."""
+    number = {name: 0 for name in before} | {name: i for i, name in enumerate(arrivals)}
+    out: dict[str, list[str]] = {name: [] for name in arrivals}
+    for name, one in made.items():
+        out[arrivals[max((number[used] for used in one.names), default=0)]].append(name)
+    return out
+
+
+@dataclass(frozen=True, eq=False)
+class ModuleTable:
+    """Values that a whole leaf begins with.
+
+    >>> ModuleTable(torch.arange(6.0).view(2, 3))(0, (2, 3), torch.tensor([1, 4]))
+    tensor([1., 4.])
+    """
+
+    values: Tensor
+
+    def __call__(self, key: int, shape: tuple[int, ...], index: Tensor) -> Tensor:
+        return self.values.reshape(-1)[index.to(self.values.device)].to(index.device, torch.float32)
+
+
+def read_buffers(
+    source: TensorSource, module: Any, buffers: Mapping[str, Any] | None, decided: Container[str]
+) -> TensorSource:
+    """Fill buffers from a source, or compare them with it; returns the rest of the source.
+
+    Args:
+        source: the tensors, under the module's names.
+        module: the module of ``transformers``, whose buffers a call finds; None for none.
+        buffers: the tree to fill; None to compare the module's own.
+        decided: names that rules of ``rename=`` decide, which are no buffers.
+
+    Raises:
+        TreeError: buffers are misshapen, or not what the files hold.
+    """
+    held = {} if module is None else persistent(module)
+    given = held if buffers is None else {**held, **dict(tree.paths(buffers))}
+    found = [name for name in source.tensors if name in given and name not in decided]
+    wrong = []
+    for name in found:
+        here = given[name]
+        if tuple(here.shape) != source.tensors[name].shape:
+            wrong.append(f"{name}: {list(source.tensors[name].shape)}, the module has {list(here.shape)}")
+        elif here.device.type != "meta":
+            value = torch.empty(here.shape, dtype=here.dtype, device="cpu")
+            source.read(name, [((0,) * here.ndim, value)])
+            if buffers is not None:
+                here.copy_(value)
+            elif not torch.equal(value, here.cpu()):
+                wrong.append(f"{name}  {list(here.shape)}")
+    if wrong:
+        head = f"{source.name} holds other values of buffers, which are no leaves, than the module:"
+        remedy = "Give buffers=model.buffers to fill them, or leave them out: rename=[(pattern, None)]."
+        raise TreeError(lines(head, wrong, remedy))
+    return PartSource(source, frozenset(found))
+
+
+def own_values(
+    module: Any, plan: Plan, source: TensorSource, rename: Sequence[RenameLike]
+) -> list[tuple[str, Initializer]]:
+    """Rules for leaves that files of a module of ``transformers`` lack, with the values that its own code computes."""
+    there = apply_rules(rename, source.tensors, source.name)
+    lacking = [path for path in unsaved(module) if path in plan.leaves and path not in there]
+    values = {path: _own_value(module, path) for path in sorted(lacking)}
+    return [(re.escape(path), ModuleTable(value)) for path, value in values.items() if value is not None]
+
+
+def _own_value(module: Any, path: str) -> Tensor | None:
+    """The values that the module's code gives a parameter; None if its owner has others below it."""
+    owner, _, name = path.rpartition(".")
+    below = module.get_submodule(owner)
+    if any(True for _ in below.children()):
+        return None
+    twin = copy.deepcopy(below).to_empty(device="cpu")
+    with torch.no_grad(), torch.random.fork_rng(devices=[]):
+        module._init_weights(twin)
+    value = getattr(twin, name)
+    return value.detach() if isinstance(value, nn.Parameter) else None

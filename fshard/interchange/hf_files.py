@@ -16,10 +16,9 @@ from fshard.checkpoint import tensorfile
 from fshard.checkpoint.tensorfile import TensorMeta, write_header
 from fshard.checkpoint.write import new_file, raw
 from fshard.errors import CheckpointError, DamagedError, PlanError, lines
-from fshard.interchange.boxes import read_box
-from fshard.reading.file_problems import listed, printable, unusable
-from fshard.reading.files import File, file_errors, is_plain_name, open_file
-from fshard.reading.strict_json import parse_json
+from fshard.interchange.source import read_box
+from fshard.reading.files import File, file_errors, is_plain_name, listed, open_file, printable, unusable
+from fshard.reading.texts import parse_json
 from fshard.sharding.spec import Shape
 
 SINGLE = "model.safetensors"

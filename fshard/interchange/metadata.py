@@ -20,8 +20,7 @@ from fshard.checkpoint.tensorfile import DIMS, TensorMeta, is_count, is_shape
 from fshard.errors import MOST, CheckpointError, DamagedError, lines
 from fshard.interchange.archive import DTYPES
 from fshard.interchange.pickles import CallRecord, GlobalName, UnknownNameError, read_pickle
-from fshard.reading.file_problems import printable, unusable
-from fshard.reading.files import File, folder_at, is_plain_name, plain_file
+from fshard.reading.files import File, folder_at, is_plain_name, plain_file, printable, unusable
 from fshard.sharding.spec import Shape
 
 FILE = ".metadata"

@@ -5,10 +5,9 @@ from fshard.model import philox
 from fshard.model.initial_values import Initializer
 from fshard.model.meta import empty_weights
 from fshard.model.split import Model, split
-from fshard.model.unit import Slot, Unit, UnitEngine, attach, slot_of, unit
+from fshard.model.unit import Slot, Unit, attach, slot_of, unit
 
 __all__ = [
-    "UnitEngine",
     "Initializer",
     "Model",
     "Slot",

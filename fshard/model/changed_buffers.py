@@ -1,4 +1,4 @@
-"""Finds the buffers that a call changed.
+"""Finds the buffers that a call changed, and marks tensors that differ between ranks by right, such as these.
 
 Calls get clones of buffers, so they never write the buffers given. The clone's version counter shows a change, or its
 replacement in the module. The counter misses two kinds of writes: those inside of ``vmap``, and those of the kernels of
@@ -10,7 +10,7 @@ change is bound again as long as its version counter and the original's say that
 """
 
 import types
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from typing import Any, NamedTuple
 
@@ -23,6 +23,8 @@ from fshard.torch_internals import BatchNorm, dispatch_modes, functorch, peek_in
 Place = tuple[dict[str, Any], str]
 """A dict of some module (``_parameters`` or ``_buffers``) and a name in it."""
 
+
+_OWN = "_fshard_own"  # the attribute of tensors that differ between ranks by right
 
 _LARGE = 1 << 14
 """The least bytes of a clone that is kept."""
@@ -149,3 +151,23 @@ def _batched(tensor: Any) -> bool:
             return True
         tensor = functorch.get_unwrapped(tensor)
     return False
+
+
+def mark_own(leaves: Iterable[Any]) -> None:
+    """Mark tensors as each rank's own. Those with dims need no mark."""
+    for leaf in leaves:
+        if isinstance(leaf, Tensor) and not leaf.ndim:
+            setattr(leaf, _OWN, True)
+
+
+def is_own(leaf: Tensor) -> bool:
+    """Tell whether a tensor is marked as each rank's own."""
+    return hasattr(leaf, _OWN)
+
+
+def detached_own(leaf: Tensor) -> Tensor:
+    """A tensor without its graph, with its mark."""
+    found = leaf.detach()
+    if is_own(leaf):
+        setattr(found, _OWN, True)
+    return found

@@ -84,7 +84,6 @@ def runs(key: Key, begin: Tensor, length: int, finish: Callable[[Words], Tensor]
     The host knows how many counters a run of this length can touch, so it need not wait for the positions.
 
     Args:
-        key: the key.
         begin: where each run begins, int64, 1-D.
         length: of each run.
         finish: makes elements of words, ``(n, 4)``.

@@ -25,7 +25,7 @@ from fshard.model.checkpoint_policies import SavePolicy, nothing
 from fshard.model.checkpointed import checkpointed
 from fshard.model.exact import Exact
 from fshard.model.float8 import ScaledProducts
-from fshard.model.missing import explained
+from fshard.model.model_refusals import explained
 from fshard.torch_internals import DisableFuncTorch, disable_current_modes, function_mode_stack, functorch
 
 Fn = TypeVar("Fn", bound=Callable[..., Any])

@@ -18,7 +18,7 @@ from fshard import errors, tree
 from fshard.hints import hinting
 from fshard.model import model_refusals
 from fshard.model.around_calls import AroundCall
-from fshard.model.changed_buffers import BufferTracker, Place
+from fshard.model.changed_buffers import BufferTracker, Place, mark_own
 from fshard.model.choose import Pattern, chosen
 from fshard.model.defaults import deduce
 from fshard.model.initial_values import Initializer
@@ -26,7 +26,6 @@ from fshard.model.instance import FORWARD, Body
 from fshard.model.later_changes import LaterChanges
 from fshard.model.leaves import LeafOrder, find_places, ignored, tied
 from fshard.model.meta import check_module, private_copy
-from fshard.model.own import mark_own
 from fshard.model.template import Numbers, Template
 from fshard.model.train_modes import ModuleModes
 from fshard.model.unit import Unit

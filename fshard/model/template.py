@@ -36,7 +36,6 @@ class Instance:
     """One copy of a structure.
 
     Attributes:
-        tensors: its tensors.
         modules: its modules; the first one is called.
         surface: finds the writes of a call.
         glance: a quick check for writes, made once a call has written nothing.

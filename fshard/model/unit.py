@@ -15,7 +15,7 @@ from torch import Tensor
 from fshard import tree
 from fshard.arguments import described, expect
 from fshard.errors import PlanError
-from fshard.model.casting import Casting
+from fshard.model.precision import Casting
 from fshard.tree import Tree
 
 _ATTRIBUTE = "_fshard_slot"

@@ -49,7 +49,6 @@ class Shell:
     The unit's writes to its modules are repeated on the modules that stand for them in the outer instance.
 
     Attributes:
-        unit: the unit.
         params: the order of the unit's parameters, and their numbers among the leaves of the whole model.
         buffers: by their path in the unit, the numbers of its buffers.
         views: the views of the unit's modules.

@@ -199,7 +199,6 @@ class Scene:
         """A check of unwritten modules that is quick enough for every call.
 
         Args:
-            modules: the modules.
             flag: says whether tables were written to. Once it is raised, the check fails.
             more: attributes that the instance does not share.
         """
@@ -223,7 +222,6 @@ class Surface:
 
     Args:
         scene: the state before the call.
-        modules: the modules.
         flag: says whether tables were written to.
         more: attributes that the instance does not share.
     """
@@ -336,7 +334,6 @@ def refuse(unit: str, writes: Mapping[str, Any], whole: bool = True) -> None:
 
     Args:
         unit: its name.
-        writes: its writes.
         whole: whether a write can be returned unless it is an iterator or an object that holds tensors.
 
     Raises:

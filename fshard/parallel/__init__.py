@@ -14,8 +14,7 @@ The axis of the first three is *not* named in ``batch=``: its ranks work on the 
 axes of experts and of the context are data axes: each of their ranks has its own tokens.
 """
 
-from fshard.parallel.context_batch import context_batch
-from fshard.parallel.document_ids import document_ids
+from fshard.parallel.context_batch import context_batch, document_ids
 from fshard.parallel.experts import Dispatched, combine, dispatch, grouped_linear, moe
 from fshard.parallel.hf_attention import register_attention
 from fshard.parallel.layer_rules import column_rule, expert_rule, megatron_rules, row_rule

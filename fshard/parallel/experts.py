@@ -19,9 +19,8 @@ from torch import Tensor
 
 from fshard.arguments import expect
 from fshard.errors import PlanError
-from fshard.parallel.expert_slots import Slotted, dispatch_slots
 from fshard.parallel.plan_checks import EXPERTS, check_cut, check_data_axis, divided, path_of
-from fshard.parallel.ragged import Ragged, dispatch_ragged
+from fshard.parallel.ragged import Ragged, Slotted, dispatch_ragged, dispatch_slots
 from fshard.parallel.routing import Routing
 from fshard.sharding.mesh import Mesh
 

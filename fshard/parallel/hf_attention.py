@@ -16,10 +16,9 @@ from fshard.arguments import Want, expect
 from fshard.collectives.linear import is_fake
 from fshard.collectives.scope import resolve
 from fshard.errors import PlanError, missing_extra
-from fshard.parallel.context_checks import check_cut, check_documents
 from fshard.parallel.plan_checks import divided
 from fshard.parallel.ring import ring_attention
-from fshard.parallel.ulysses import ulysses_attention
+from fshard.parallel.ulysses import check_cut, check_documents, ulysses_attention
 from fshard.parallel.zigzag import unzigzag
 from fshard.torch_internals import assert_async
 

@@ -14,10 +14,10 @@ from torch import Tensor
 from fshard import collectives
 from fshard.collectives.make_linear import untraced
 from fshard.collectives.scope import resolve
-from fshard.parallel.context_checks import check_cut, check_documents, check_heads
+from fshard.parallel.attention import Ring
 from fshard.parallel.plan_checks import check_data_axis
 from fshard.parallel.ring_functions import attention
-from fshard.parallel.ring_steps import Ring
+from fshard.parallel.ulysses import check_cut, check_documents, check_heads
 from fshard.sharding.mesh import Mesh
 
 

@@ -34,7 +34,6 @@ class CopyMark(NamedTuple):
 
     Attributes:
         what: it holds, in words.
-        group: the group.
         axes: the data axes over which ranks hold copies.
         number: a sum of its bits, 0-dim, on its device.
     """
@@ -72,7 +71,6 @@ class Marks(list[CopyMark]):
 
         Args:
             comm: the control communicator over the whole mesh.
-            mesh: the mesh.
             over: the sets of axes.
             told: the ``values`` of each rank.
 

@@ -13,7 +13,7 @@ from fshard.arguments import Want, expect
 from fshard.collectives.scope import bind
 from fshard.errors import PlanError, TreeError
 from fshard.hints import teaching
-from fshard.model.missing import explained
+from fshard.model.model_refusals import explained
 from fshard.optim.scaling import LossScale
 from fshard.parts.step_values import PART, running_of
 from fshard.played.everywhere import made_on_each_rank

@@ -26,7 +26,7 @@ from fshard.runtime.engine.proxies import Mispredicted
 from fshard.runtime.execution import Shard, Shards, partly_updated
 from fshard.runtime.execution.executor import Scheduled
 from fshard.runtime.memory import memory_space, values_of
-from fshard.runtime.memory.allocation import deallocate
+from fshard.runtime.memory.memory_spaces import deallocate
 from fshard.runtime.steps import PassSpec
 from fshard.runtime.steps.passes import Passes
 from fshard.runtime.steps.readings import Reading, RuleNorms, answers, plain, squares

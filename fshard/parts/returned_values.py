@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from fshard import tree
-from fshard.model.own import mark_own
+from fshard.model.changed_buffers import mark_own
 from fshard.parts.step_values import Later, number_of
 from fshard.runtime.comm import Communicator
 from fshard.runtime.engine.loss_result import Mean

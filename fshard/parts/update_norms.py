@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from fshard.runtime.execution import Gradients
-from fshard.runtime.memory.norms import norms_of, share_of
+from fshard.runtime.memory.gradients import norms_of, share_of
 from fshard.runtime.steps.clip import Clip, norms_by_rule
 from fshard.runtime.steps.consensus import joint_norm, root
 from fshard.runtime.steps.norm_sets import NormSets
@@ -20,7 +20,6 @@ class UpdateNorms:
     """Sets of leaves whose gradient norms ranks sum: first those of each clipping rule, then what is watched.
 
     Attributes:
-        plan: the plan.
         chosen: the plan in which every leaf is frozen that the update leaves alone.
         clip: the limits of gradient norms.
         watch: the sets that the metrics have besides; None for none.

@@ -65,7 +65,6 @@ class UpdateStep:
     """``update(state, grads) -> (state, metrics)``. Made by ``fs.make_update``.
 
     Attributes:
-        plan: the plan.
         chosen: the plan in which every leaf is frozen that it does not update.
         form: the form of the gradients.
         rule: which updates do not happen.
@@ -281,7 +280,6 @@ class UpdateStep:
         """The next state, whose update waits.
 
         Args:
-            state: the state.
             flat: the gradients.
             squares: of their norms, over all ranks.
             lr: the learning rate, if it is not the optimizer's own.

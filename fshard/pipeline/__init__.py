@@ -5,12 +5,10 @@ from fshard.pipeline.cut import cut_units
 from fshard.pipeline.named_orders import make_order
 from fshard.pipeline.order_clock import bubble, held, held_on_ranks, times
 from fshard.pipeline.order_csv import format_csv, parse_csv, read_csv, write_csv
-from fshard.pipeline.order_steps import ActionTimes
 from fshard.pipeline.orders import Action, PipelineOrder, parse
 
 __all__ = [
     "Action",
-    "ActionTimes",
     "PipelineOrder",
     "bubble",
     "check_order",

@@ -41,7 +41,6 @@ class CsvCell:
     Attributes:
         row, column: its place, from 1.
         text: what stands there.
-        stage: the stage.
         word: what it does.
         microbatch: the microbatch; -1 for what concerns all.
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from fshard.pipeline import pipeline_refusals
 from fshard.pipeline.order_steps import Lists, play
 from fshard.pipeline.pipeline_actions import Action, read_action
-from fshard.schedule.tokens import TOKEN, quoted, read_name, read_number
+from fshard.schedule.stage_text import TOKEN, quoted, read_name, read_number
 
 __all__ = ["Action", "PipelineOrder", "lanes", "parse"]
 

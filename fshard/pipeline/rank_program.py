@@ -36,7 +36,6 @@ class MessageKind(NamedTuple):
     """The messages of one edge in one direction.
 
     Attributes:
-        edge: the edge.
         sender: the position that sends them.
         receiver: the position that receives them.
         gradient: whether they are gradients, which go back.
@@ -62,7 +61,6 @@ class RankProgram:
         position: on the axis of stages.
         stages: the numbers of its stages.
         program: its calls, by the groups of its own plan.
-        step: the step.
         infos: its groups, with one for each edge behind those of the plan.
         turns: what it runs, in order, each with its portion of the step; no action for the end of a microbatch alone.
         messages: what goes over each edge, by the name of its group.
@@ -93,7 +91,6 @@ def rank_program(
         plan: the plan of what they hold.
         infos: its groups.
         order: the order of the pipeline.
-        position: the position.
         train: whether there are gradients.
         most: the messages that may be under way on an edge.
     """

@@ -9,10 +9,10 @@ from torch import Tensor
 
 from fshard import tree
 from fshard.arguments import Want, described, expect, kind
-from fshard.collectives.equal_values import check_invariant
 from fshard.collectives.linear import Settle, Vary, apply, differentiable
 from fshard.collectives.make_linear import untraced
 from fshard.collectives.ranks import Ranks
+from fshard.collectives.raw import check_invariant
 from fshard.collectives.scope import SCOPE, bind, cutting
 from fshard.collectives.specs import assemble, check_spec, cut, other_axes
 from fshard.collectives.ties import ties_of

@@ -16,8 +16,7 @@ from fshard.runtime.steps import Outcome, Verdict
 from fshard.sharding.plan import Plan
 from fshard.state.train_state import TrainState
 from fshard.torch_internals import peek_interpreter_stack
-from fshard.training.metrics import Metrics
-from fshard.training.run_report import RunReport
+from fshard.training.metrics import Metrics, RunReport
 from fshard.training.train_step import Asked, TrainStep
 
 

@@ -41,16 +41,6 @@ def _key_text(name: str) -> str:
     return name if re.fullmatch(r"[A-Za-z0-9_-]+", name) else json.dumps(name, ensure_ascii=False)
 
 
-def given_values(config: TrainConfig) -> dict[str, Any]:
-    """The values of a config that are no defaults, by key.
-
-    >>> given_values(TrainConfig(steps=3))
-    {'steps': 3}
-    """
-    plain = flat(TrainConfig())
-    return {name: value for name, value in flat(config).items() if value != plain[name]}
-
-
 def key_table() -> Iterator[tuple[str, str, str, str]]:
     """Every key with its type, its default and a line of help."""
     kinds, defaults = _types(), flat(TrainConfig())

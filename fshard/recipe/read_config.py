@@ -36,7 +36,6 @@ class ReadConfig:
     """A config, and the places where its values were given.
 
     Attributes:
-        config: the config.
         file: its file; empty where it is of a program.
         places: by key, such as ``model.source``, its place: ``run.toml:3``.
     """

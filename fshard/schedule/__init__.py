@@ -3,7 +3,7 @@
 from fshard.schedule.build import build
 from fshard.schedule.check import check
 from fshard.schedule.costs import Costs, Link
-from fshard.schedule.ops import ROOT, Call, GroupInfo, Op, Program
+from fshard.schedule.ops import Call, GroupInfo, Op, Program
 from fshard.schedule.policy import Policy
 from fshard.schedule.schedule import Schedule, parse
 from fshard.schedule.schedule_memory import ScheduleMemory
@@ -13,7 +13,6 @@ from fshard.schedule.step_trace import Trace
 from fshard.schedule.transfers import Transfer
 
 __all__ = [
-    "ROOT",
     "Call",
     "Costs",
     "GroupInfo",

@@ -22,7 +22,6 @@ class HostedCall(NamedTuple):
     """A call that keeps on the host what its backward reads; places are numbers among the computes of its program.
 
     Attributes:
-        call: the call.
         forward: the place of its forward.
         fetch: the compute before which its activations start to come back.
         backward: the place of its backward.

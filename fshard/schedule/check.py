@@ -10,8 +10,7 @@ from collections.abc import Iterator
 
 from fshard import errors
 from fshard.schedule import schedule_refusals
-from fshard.schedule.check_activations import ActivationCheck
-from fshard.schedule.check_edges import EdgeCheck
+from fshard.schedule.check_activations import ActivationCheck, EdgeCheck
 from fshard.schedule.ops import (
     COMPUTE_KINDS,
     LOCAL,

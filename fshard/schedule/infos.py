@@ -38,7 +38,6 @@ def group_infos(plan: Plan, state: StateNeeds = NOTHING, secondary: Axes = ()) -
     """The sizes and needs of a plan's groups, by group id.
 
     Args:
-        plan: the plan.
         state: what the optimizer's updates take, and copies of the state.
         secondary: the axes over which groups stay sharded between their uses.
 

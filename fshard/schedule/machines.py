@@ -216,7 +216,6 @@ def speed(device: Device, short: bool = True, products: float = 0.7, memory: flo
     """The speed of a device.
 
     Args:
-        device: the device.
         short: whether it computes in bfloat16 or float16, not float32.
         products: the share of its peak that matrix products reach.
         memory: the share of its memory's rate that other operators reach.

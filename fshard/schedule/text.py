@@ -10,13 +10,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from fshard.arguments import size_text
-from fshard.reading.strict_json import parse_json
+from fshard.reading.texts import parse_json
 from fshard.schedule import schedule_refusals
 from fshard.schedule.ops import LOCAL, STEP_KINDS, GroupInfo, Op, Program, microbatch_kinds, op_kinds
 from fshard.schedule.policy import Keep, Policy, Secondary, keep, secondary
-from fshard.schedule.stage_text import StageReader, stage_lines
+from fshard.schedule.stage_text import TOKEN, StageReader, quoted, read_name, read_number, read_values, stage_lines
 from fshard.schedule.step_program import StepProgram
-from fshard.schedule.tokens import TOKEN, quoted, read_name, read_number, read_values
 from fshard.schedule.transfers import KINDS, PeriodicTransfer, Transfer
 
 FORMAT = "fshard schedule "

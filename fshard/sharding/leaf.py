@@ -7,8 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from fshard.model.casting import Casting, make_casting
-from fshard.model.precision import Precision, Products
+from fshard.model.precision import Casting, Precision, Products, make_casting
 from fshard.sharding.kinds import Kinds
 from fshard.sharding.mesh import Axes
 from fshard.sharding.rules import Align

@@ -79,7 +79,6 @@ def resolve_leaves(
     Args:
         source: the inputs of the plan.
         decided: what rules say of each leaf.
-        mesh: the mesh.
         batch: the spec of the batch.
         precision: the dtypes of compute and communication.
 

@@ -29,7 +29,6 @@ class Equal:
     """Facts of a step, a save or a restore that must be equal on all ranks.
 
     Attributes:
-        plan: the plan.
         settings: its options, by name.
         opt: the optimizer, if there is one.
         always: whether copies are compared each time, and not only those of a state that was just made.
@@ -113,7 +112,6 @@ def copies(state: TrainState, ranks: Mesh, exact: bool, replicas: bool = False) 
     """Return what this rank holds of a state, as other ranks do. Collective where the state needs that to be whole.
 
     Args:
-        state: the state.
         ranks: the mesh that joins them.
         exact: whether all of it is equal bit for bit. Else that holds along data axes, where gradients are summed to
             the same bits; along others each rank computes its own, and they may differ by rounding.

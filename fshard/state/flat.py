@@ -20,8 +20,7 @@ from fshard.model.leaves import LeafOrder
 from fshard.runtime.memory import memory_space
 from fshard.sharding.layout import Group
 from fshard.sharding.plan import Plan
-from fshard.state.cuts import LeafCut, cut_of
-from fshard.state.elementwise import ShardMark, cut_of_shard, unguarded
+from fshard.state.elementwise import LeafCut, ShardMark, cut_of, cut_of_shard, unguarded
 
 _ATTRIBUTE = "_fshard_flat"
 
@@ -31,7 +30,6 @@ class FlatForm:
     """Leaves of a plan that a tree has, and the place of each in the chunk of its group.
 
     Attributes:
-        plan: the plan.
         order: the leaves.
         what: the name of such a tree, for errors.
     """

@@ -147,7 +147,6 @@ def start(
     """A state whose optimizer starts from given parameters. Local.
 
     Args:
-        plan: the plan.
         opt: the optimizer; None for parameters alone.
         value: gives the elements of a piece of the leaf with this path, 1-D.
         step: the number of updates that were made, none of which the optimizer's state has seen.
@@ -343,7 +342,6 @@ def initializers(plan: Plan, rules: Inits, paths: Iterable[str] | None = None) -
     """The initializer that rules give to each leaf, the first match wins; leaves that none matches are left out.
 
     Args:
-        plan: the plan.
         rules: ``(pattern, initializer)`` pairs.
         paths: the leaves in question; None for all.
 

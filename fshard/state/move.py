@@ -1,7 +1,9 @@
 """A state of one plan as a state of another: the same leaves on the same mesh, grouped, frozen or sharded otherwise."""
 
+import functools
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -22,11 +24,70 @@ from fshard.sharding.plan import Plan
 from fshard.sharding.wire import WireFormat
 from fshard.state.entries import LATE, Scalars, assemble, entries, scalars
 from fshard.state.init import take
-from fshard.state.moved_entries import Known, known_entries
 from fshard.state.pieces import PARAMS, Entry, packed_names
 from fshard.state.replica_entries import DELTA, refitted
 from fshard.state.settle import settle
 from fshard.state.train_state import TrainState
+
+DTYPES = tuple(sorted({one for one in vars(torch).values() if isinstance(one, torch.dtype)}, key=str))
+"""All dtypes, in an order that ranks have in common."""
+
+
+@dataclass(frozen=True)
+class Known:
+    """The entries before and after a move, by name, on any rank. One that this rank lacks is described by another.
+
+    Attributes:
+        old: those before.
+        new: those after.
+    """
+
+    old: Mapping[str, Entry]
+    new: Mapping[str, Entry]
+
+    @functools.cached_property
+    def common(self) -> dict[str, None]:
+        """The names of entries that have values before and after, in the order of all ranks."""
+        return {name: None for name in self.new if name in self.old and alike(self.old[name], self.new[name])}
+
+    def ndim(self, name: str) -> int:
+        """The number of dims of an entry."""
+        return len(self.old[name].shape)
+
+
+def alike(old: Entry, new: Entry) -> bool:
+    """Tell whether a tensor can be read from another: in rows, of which there may be other numbers, or of one shape."""
+    return old.shape[bool(new.rows) :] == new.shape[bool(new.rows) :]
+
+
+def known_entries(mesh: Mesh, old: Mapping[str, Entry], new: Mapping[str, Entry], stages: tuple[bool, bool]) -> Known:
+    """The entries of a move, to a plan with stages, or from one, or neither. Collective where there are stages.
+
+    Args:
+        mesh: all ranks.
+        old: the entries of this rank before the move.
+        new: those after.
+        stages: whether the plan before has stages, and whether that after has some.
+    """
+    if not any(stages):
+        return Known(old, new)
+    before = stages[0]
+    every, some = (new, old) if before else (old, new)
+    rows = []
+    for name in every:
+        mine = some.get(name)
+        rows += [-1, 0] if mine is None else [DTYPES.index(mine.dtype), mine.shape[0] if mine.rows else 0]
+    row = torch.tensor(rows, dtype=torch.int64, device=mesh.device)
+    most = apply(row, Collect(Ranks(mesh, mesh.axis_names), -1)).view(mesh.size, -1, 2).amax(0).tolist()
+    known = dict[str, Entry]()
+    for (name, entry), (dtype, count) in zip(every.items(), most, strict=True):
+        if dtype >= 0:
+            shape = (count, *entry.shape[1:]) if entry.rows else entry.shape
+            described = replace(entry, shape=shape, tensor=torch.empty(0, dtype=DTYPES[dtype], device="cpu"))
+            known[name] = some.get(name, described)
+    known |= {name: entry for name, entry in some.items() if name not in known}
+    return Known(known, new) if before else Known(old, known)
+
 
 Pieces = dict[str, list[Piece]]
 """What each rank holds of some entries."""
@@ -77,7 +138,9 @@ def reshard_state(state: TrainState, plan: Plan, opt: Optimizer | None) -> Train
         return reshard_state(reshard_state(state, between, opt), plan, opt)
     # Leaves whose format changes are moved as values, all others as they are kept.
     loose = {path for path, leaf in after.leaves.items() if leaf.packed != before.leaves[path].packed}
-    old = {entry.name: entry for entry in entries(settle(state), loose) if opt is not None or _is_param(entry)}
+    old = {
+        entry.name: entry for entry in entries(settle(state), loose) if opt is not None or entry.name.startswith(PARAMS)
+    }
     values = _scalars(state, before, after)
     new = {entry.name: entry for entry in entries(assemble(after.own, opt, _leave, values), loose)}
     enter(after.mesh, "reshard_state")
@@ -110,10 +173,6 @@ def _receive(plan: Plan, known: Known, old: dict[str, Entry], new: dict[str, Ent
         whole = whole_entry(plan.mesh, known.old[name], moved[name])
         if after is not None:
             after.tensor.copy_(take(refitted(whole, after), after.piece))
-
-
-def _is_param(entry: Entry) -> bool:
-    return entry.name.startswith(PARAMS)
 
 
 def _scalars(state: TrainState, before: Plan, after: Plan) -> Scalars:

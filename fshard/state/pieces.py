@@ -58,7 +58,6 @@ def entries_of(plan: Plan, shards: Sequence[Shard], unpacked: Container[str] = (
     """The entries of the shards of a plan: parameters in the order of the tree, then the optimizer's state. Local.
 
     Args:
-        plan: the plan.
         shards: of all groups.
         unpacked: paths of packed leaves of which copies of their values are listed, and not codes and scales.
 

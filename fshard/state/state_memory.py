@@ -39,7 +39,6 @@ class Layout:
     """A maker of trees from buffers: the plan, and where the optimizer's buffers keep what belongs to a leaf.
 
     Attributes:
-        plan: the plan.
         layouts: of the optimizer's buffers, by name, for each group.
         parts: the range of each group's shard that this rank updates; None for all of it.
     """

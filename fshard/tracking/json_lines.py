@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from fshard.errors import PlanError
-from fshard.reading.strict_json import parse_json
-from fshard.reading.texts import read_text
+from fshard.reading.texts import parse_json, read_text
 from fshard.writing import target, write_whole
 
 

@@ -1,16 +1,20 @@
-"""Trackers, and the guard around each: a tracker that fails never fails the run."""
+"""Trackers, the guard around each (one that fails never fails the run), and the numbers in a tree of metrics."""
 
 import contextlib
 import queue
 import threading
 import time
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import fields, is_dataclass
 from functools import partial
 from importlib.util import find_spec
 from typing import Any, Protocol
 
+from torch import Tensor
+
 from fshard.errors import missing_extra
+from fshard.runtime.steps.readings import read
 from fshard.threads import outcome_of, started
 
 WAITING = 4096
@@ -69,11 +73,7 @@ def need(what: str, module: str, library: str, extra: str) -> None:
 
 
 class Guard:
-    """One tracker of a run. Its first failure ends its own records with one warning, and nothing else.
-
-    Args:
-        tracker: the tracker.
-    """
+    """One tracker of a run. Its first failure ends its own records with one warning, and nothing else."""
 
     def __init__(self, tracker: Tracker) -> None:
         self.tracker = tracker
@@ -142,3 +142,47 @@ class Guard:
 
     def _warn(self, what: str) -> None:
         warnings.warn(f"the tracker {self.tracker!r} {what}; training goes on", stacklevel=5)
+
+
+def scalars(values: Any) -> dict[str, float]:
+    """The numbers in a pytree, as plain Python numbers by name; leaves that are no numbers are left out.
+
+    Args:
+        values: any tree of dicts, lists and dataclasses with 0-dim tensors, numpy scalars and numbers; what has a
+            method ``scalars`` says itself what it holds. Tensors of one element count, others do not. Those on an
+            accelerator are read at once.
+
+    >>> import torch
+    >>> scalars({"loss": torch.tensor(0.5), "gan": {"real": 1, "name": "x"}, "rows": torch.ones(3)})
+    {'loss': 0.5, 'gan/real': 1}
+    """
+    found = dict(_numbers("", values))
+    away = [name for name, value in found.items() if isinstance(value, Tensor) and value.device.type != "cpu"]
+    found |= zip(away, read([found[name] for name in away]), strict=True)
+    return {name: value.item() if isinstance(value, Tensor) else value for name, value in found.items()}
+
+
+def _numbers(name: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """The numbers under a value, with names joined by slashes."""
+    if isinstance(value, Tensor):
+        if value.numel() == 1 and not value.is_complex():
+            yield name or "value", value.detach()
+    elif isinstance(value, bool | int | float):
+        yield name or "value", value
+    elif hasattr(value, "item") and getattr(value, "size", 0) == 1:  # of numpy
+        yield name or "value", value.item()
+    else:
+        for key, inner in _children(value):
+            yield from _numbers(f"{name}/{key}" if name else str(key), inner)
+
+
+def _children(value: Any) -> Iterator[tuple[Any, Any]]:
+    """The values right inside of a value, with their keys."""
+    if hasattr(value, "scalars"):
+        yield from value.scalars().items()
+    elif isinstance(value, Mapping):
+        yield from value.items()
+    elif isinstance(value, list | tuple):
+        yield from zip(getattr(value, "_fields", range(len(value))), value, strict=True)
+    elif is_dataclass(value):
+        yield from ((one.name, getattr(value, one.name)) for one in fields(value))

@@ -234,7 +234,6 @@ class Batches:
     """The batches of a loop, from a function of the step or an iterable, and the number of those taken.
 
     Args:
-        batches: the batches.
         step: the step that takes them.
         extra: the user's state, which is saved with their position.
     """

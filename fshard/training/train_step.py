@@ -43,9 +43,8 @@ from fshard.state.settle import complete
 from fshard.state.state_memory import StateMemory
 from fshard.state.train_state import TrainState, expect_state, not_copied
 from fshard.training.latest import OneFunction
-from fshard.training.metrics import Metrics, combine_aux
+from fshard.training.metrics import Metrics, RunReport, combine_aux
 from fshard.training.padding_check import padding_of, without_draws
-from fshard.training.run_report import RunReport
 from fshard.training.updating import Updating
 
 

@@ -24,7 +24,6 @@ class Updating:
 
     Attributes:
         opt: the optimizer.
-        plan: the plan.
         chosen: the plan in which every leaf is frozen that it does not update.
         clip: the limits of gradient norms.
         single: whether learning rates are rounded to float32, as graphs hold them.
@@ -43,7 +42,6 @@ class Updating:
         """Refuse a state that this optimizer cannot update.
 
         Args:
-            state: the state.
             late: how many updates fewer than the oldest of them leaves have had; by default those of the state.
 
         Raises:
@@ -82,7 +80,6 @@ class Updating:
         """The update of a state, as data.
 
         Args:
-            state: the state.
             step: the number of updates so far, for the leaves that have had most.
             grads: the gradients.
             divisors: what gradients are divided by, for each rule of clipping.

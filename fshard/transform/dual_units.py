@@ -17,7 +17,7 @@ from torch.utils.dlpack import from_dlpack
 
 from fshard import tree
 from fshard.errors import UnitError
-from fshard.model.casting import Casting
+from fshard.model.precision import Casting
 from fshard.model.unit import Slot, Unit, attach, slot_of
 from fshard.runtime.engine.proxies import METADATA, PLACE
 from fshard.runtime.memory.slots import storage_of

@@ -68,11 +68,7 @@ class UnitEntry:
 
 
 class EnteringFunction:
-    """A unit's function that enters transforms, and leaves its result there.
-
-    Args:
-        unit: the unit.
-    """
+    """A unit's function that enters transforms, and leaves its result there."""
 
     def __init__(self, unit: Unit) -> None:
         self.fn, self.__name__ = unit.fn, getattr(unit.fn, "__name__", "unit")

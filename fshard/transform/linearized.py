@@ -17,7 +17,7 @@ from fshard import tree
 from fshard.arguments import Want, expect
 from fshard.collectives.scope import bind, cutting
 from fshard.errors import LossError, TreeError, lines
-from fshard.model.missing import explained
+from fshard.model.model_refusals import explained
 from fshard.model.remat_function import exact
 from fshard.runtime.comm import collective_call
 from fshard.runtime.engine.batch import check_device
@@ -40,7 +40,6 @@ class LinearMap:
     """A linear map of trees of shards, at the parameters and the batch at which it was made.
 
     Attributes:
-        plan: the plan.
         value: what the linearized function returned.
         forward: the map of the trainable leaves, by path.
         backward: its transpose.

@@ -38,7 +38,6 @@ class LossMeeting:
     """The ranks of a mesh at one call of a sharded loss.
 
     Attributes:
-        mesh: the mesh.
         batch: this rank's batch.
         sizes: the dims of a batch that ranks share.
         running: the step function that makes the call; None outside of one.

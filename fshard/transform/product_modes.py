@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from fshard.errors import ShardError, TransformError
-from fshard.model.missing import NO_FORWARD, explained
+from fshard.model.model_refusals import NO_FORWARD, explained
 from fshard.sharding.plan import Plan
 
 Flat = dict[str, Tensor]

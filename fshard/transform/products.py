@@ -15,7 +15,7 @@ from fshard import tree
 from fshard.arguments import expect
 from fshard.collectives.scope import cutting
 from fshard.errors import PlanError
-from fshard.model.missing import explained
+from fshard.model.model_refusals import explained
 from fshard.runtime.comm import collective_call
 from fshard.runtime.steps.batch_rows import BatchRows
 from fshard.runtime.steps.step_options import RunOptions, read_running

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fshard import tree
 from fshard.collectives.scope import bind
-from fshard.model.casting import Casting
+from fshard.model.precision import Casting
 from fshard.model.unit import Slot, Unit, attach, slot_of
 from fshard.runtime.engine import Mean, read_loss
 from fshard.sharding.plan import Plan

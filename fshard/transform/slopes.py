@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.func import jvp
 
 from fshard import tree
-from fshard.model.casting import make_casting
+from fshard.model.precision import make_casting
 from fshard.model.unit import Unit
 from fshard.runtime.engine import Mean, read_loss
 from fshard.sharding.plan import Plan
@@ -32,7 +32,6 @@ class TangentFunction:
     """A loss under forward derivatives.
 
     Attributes:
-        loss: the loss.
         plan: the plan without tangents.
         known: units made so far.
     """

@@ -33,7 +33,6 @@ class Solving:
 
     Attributes:
         name: of the solver.
-        plan: the plan.
         product: the linear map.
     """
 

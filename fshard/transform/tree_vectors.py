@@ -19,8 +19,7 @@ from fshard.sharding.mesh import Axes
 from fshard.sharding.plan import Plan
 from fshard.sharding.stage_table import refuse_stages
 from fshard.sharding.validate import misfit
-from fshard.state.cuts import cut_of
-from fshard.state.elementwise import ALIKE_REMEDY, know_shards, unguarded
+from fshard.state.elementwise import ALIKE_REMEDY, cut_of, know_shards, unguarded
 from fshard.state.flat import known_flat, path_of, same_layout
 
 

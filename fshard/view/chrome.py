@@ -45,7 +45,6 @@ class ScheduleRun:
     """One run of a schedule, or the part of it that is known.
 
     Attributes:
-        schedule: the schedule.
         device: when the device came to each op, and when it left it.
         carried: transfers by the number of the op that starts each; where one is missing, it lasts to its wait.
         step: the number of the step; -1 if it has none.

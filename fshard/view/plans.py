@@ -21,7 +21,6 @@ class PlanView:
     """The bytes of parameters of each unit on each rank. ``print`` it; notebooks show it; ``figure()`` draws it.
 
     Attributes:
-        plan: the plan.
         units: their names.
         held: bytes by unit and rank.
     """

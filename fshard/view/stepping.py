@@ -28,7 +28,6 @@ class Stepping:
     """A step under way, which has stopped before op ``position`` on all ranks. ``print`` it; notebooks show it.
 
     Attributes:
-        schedule: the schedule.
         position: the number of the next op; that of the last one and one more when the step is over.
         result: the state and the metrics once it is over, before that None.
     """

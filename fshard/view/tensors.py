@@ -33,7 +33,6 @@ class ShardingView:
         name: of the tensor.
         shape: of the whole tensor.
         spec: how it is cut.
-        mesh: the mesh.
         pieces: of each rank, in rank order.
     """
 

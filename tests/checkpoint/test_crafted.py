@@ -18,8 +18,7 @@ import fshard as fs
 from fshard.checkpoint.manifest import parse
 from fshard.checkpoint.tensorfile import read_header
 from fshard.errors import CheckpointError, DamagedError, ShardError
-from fshard.reading.file_problems import damaged
-from fshard.reading.files import File
+from fshard.reading.files import File, damaged
 from tests.checkpoint.test_damaged import NAME, OPT, make_plan, save, seal
 
 

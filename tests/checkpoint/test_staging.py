@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from fshard.checkpoint import snapshot
-from fshard.checkpoint.snapshot import CHUNKS, Staging
+from fshard.checkpoint import save
+from fshard.checkpoint.save import CHUNKS, Staging
 from fshard.runtime.comm.device_streams import Stream
 
 CPU = torch.device("cpu")
@@ -44,8 +44,8 @@ def test_copies_of_any_size_take_no_more_than_their_chunks(
         return tensor
 
     late = Late()
-    monkeypatch.setattr(snapshot, "CHUNK", 64)
-    monkeypatch.setattr(snapshot, "copy_stream", lambda device, name: late)
+    monkeypatch.setattr(save, "CHUNK", 64)
+    monkeypatch.setattr(save, "copy_stream", lambda device, name: late)
     given = [torch.randint(256, (size,), dtype=torch.uint8) for size in sizes]
     rows = [torch.zeros_like(data) for data in given]
     with monkeypatch.context() as change:
@@ -64,7 +64,7 @@ def test_chunks_for_a_gpu_are_page_locked(monkeypatch: pytest.MonkeyPatch) -> No
     def empty(*args: Any, pin_memory: bool, **options: Any) -> None:
         pinned.append(pin_memory)
 
-    monkeypatch.setattr(snapshot, "copy_stream", lambda device, name: Late())
+    monkeypatch.setattr(save, "copy_stream", lambda device, name: Late())
     monkeypatch.setattr(torch, "empty", empty)
     for device in (CPU, torch.device("cuda", 0)):
         Staging(device)

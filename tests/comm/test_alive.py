@@ -17,8 +17,8 @@ import torch.distributed as dist
 import fshard as fs
 from fshard.errors import CommError
 from fshard.runtime.comm import joining
-from fshard.runtime.comm.alive import Alive, born, near
 from fshard.runtime.comm.bounded import bounded
+from fshard.runtime.comm.joining import Alive, born, near
 from tests.shared.workers import Pools
 
 

@@ -15,8 +15,7 @@ import torch.distributed as dist
 
 from fshard.runtime.comm import ending
 from fshard.runtime.comm.bounded import bounded
-from fshard.runtime.comm.descriptors import Descriptors
-from fshard.runtime.comm.ending import Ending, left
+from fshard.runtime.comm.ending import Descriptors, Ending, left
 from tests.faults.lives import GRACE, survivors
 
 
@@ -27,7 +26,7 @@ def fresh(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(threading, "enumerate", lambda: [one for one in threads() if one not in before])
     monkeypatch.setattr("atexit.register", lambda body: None)
     found = Ending()
-    monkeypatch.setattr("fshard.runtime.comm.descriptors.ending", lambda: found)
+    monkeypatch.setattr("fshard.runtime.comm.ending.ending", lambda: found)
     return found
 
 

@@ -9,9 +9,8 @@ import torch
 import torch.distributed as dist
 
 import fshard as fs
-from fshard.runtime.comm import gloo, gloo_threads
-from fshard.runtime.comm.gloo import Messages
-from fshard.runtime.comm.gloo_threads import without_interrupting
+from fshard.runtime.comm import gloo
+from fshard.runtime.comm.gloo import Messages, without_interrupting
 from tests.shared.workers import Pools
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "SCHED_BATCH"), reason="a policy of Linux")
@@ -19,13 +18,13 @@ pytestmark = pytest.mark.skipif(not hasattr(os, "SCHED_BATCH"), reason="a policy
 
 def policies_of_threads() -> tuple[list[int], list[int], int]:
     """On a rank: the policies of gloo's threads of a mesh, of a group that was made without it, and of this thread."""
-    before = gloo_threads._threads()
+    before = gloo._threads()
     with fs.make_mesh((-1,), ("shard",), shared_memory=False) as mesh:
         for role in ("control", "all_gather", "reduce_scatter"):
             mesh.transport.communicator(role, ("shard",))
-        own = gloo_threads._threads() - before
+        own = gloo._threads() - before
         group = dist.new_group(backend="gloo")
-        other = gloo_threads._threads() - before - own
+        other = gloo._threads() - before - own
         found = [*map(os.sched_getscheduler, own)], [*map(os.sched_getscheduler, other)], os.sched_getscheduler(0)
         dist.destroy_process_group(group)
         return found
@@ -39,8 +38,8 @@ def test_only_the_threads_of_own_groups_change(pool: Pools) -> None:
 
 
 @pytest.mark.parametrize("name, given, wanted", [
-    (gloo_threads.NAME, os.SCHED_OTHER, os.SCHED_BATCH),
-    (gloo_threads.NAME, os.SCHED_IDLE, os.SCHED_IDLE),
+    (gloo.NAME, os.SCHED_OTHER, os.SCHED_BATCH),
+    (gloo.NAME, os.SCHED_IDLE, os.SCHED_IDLE),
     ("another", os.SCHED_OTHER, os.SCHED_OTHER),
 ])  # fmt: skip
 def test_threads_of_another_name_or_policy_keep_it(name: str, given: int, wanted: int) -> None:

@@ -10,13 +10,13 @@ import torch.distributed as dist
 
 import fshard as fs
 from fshard.errors import CommError, PlanError
-from fshard.runtime.comm import interface as interfaces
 from fshard.runtime.comm import joining
-from fshard.runtime.comm.alive import Alive
+from fshard.runtime.comm import start as interfaces
 from fshard.runtime.comm.ending import Ending
-from fshard.runtime.comm.interface import interface
+from fshard.runtime.comm.joining import Alive
 from fshard.runtime.comm.launchers import as_torchrun
 from fshard.runtime.comm.pending import naming_errors
+from fshard.runtime.comm.start import interface
 from fshard.runtime.comm.watchdog import Watchdog
 
 GLOO = (

@@ -34,7 +34,7 @@ ENDED = {
     "cli/link_tests.py": "a device, whose ops of NCCL the timeout ends",
     "checkpoint/checkpointer.py": "the thread of a save: its collectives, by the timeout; the file system has none",
     "checkpoint/folder.py": "a lock that is asked for without waiting, again and again for three seconds",
-    "checkpoint/snapshot.py": "a device: its own watchdog; the other thread that copies from it",
+    "checkpoint/save.py": "a device: its own watchdog; the other thread that copies from it",
     "checkpoint/write.py": "threads that write files: the file system has no timeout",
     "collectives/raw.py": "handles of communicators",
     "outer_steps/outer_exchange.py": "handles of communicators",
@@ -48,21 +48,19 @@ ENDED = {
     "played/paused.py": "played ranks: known at once when none can go on; a poll, ended with the run",
     "runtime/memory/gradients.py": "a device: its own watchdog",
     "foresight/packing_time.py": "a handle that is done: nothing is sent",
-    "runtime/comm/alive.py": "bounded, one second; its notes are left in joining.py, bounded",
+    "runtime/comm/joining.py": "bounded, one second; its notes are left in joining.py, bounded",
     "runtime/comm/bounded.py": "the seconds that it is given",
     "runtime/comm/ending.py": "two seconds, once at the end of a process",
-    "runtime/comm/interface.py": "a socket of datagrams: it sends nothing, and waits for nobody",
     "runtime/comm/exchange.py": "handles of communicators",
     "runtime/comm/gloo.py": "the timeout of the communicator, for each message; the watchdog",
     "runtime/comm/links.py": "one deadline for a communicator's links; a poll of zero, or of what is left of a timeout",
     "runtime/comm/failure_notes.py": "bounded, one second; a store that was silent is asked no more",
     "runtime/comm/part_transport.py": "bounded, in processes.py",
     "runtime/comm/pending.py": "the timeout of the communicator",
-    "runtime/comm/joining.py": "bounded",
     "runtime/comm/processes.py": "bounded",
     "played/transport.py": "played ranks: known at once when none can go on",
     "runtime/comm/devices.py": "bounded, in processes.py; a deadline of its own; a thread that nobody waits for",
-    "runtime/comm/start.py": "bounded, in processes.py; a deadline of its own",
+    "runtime/comm/start.py": "bounded, in processes.py; a deadline of its own; a socket of datagrams sends nothing",
     "runtime/comm/watchdog.py": "a tick of the thread that looks at waits",
     "runtime/steps/measured_rates.py": "handles of communicators",
     "runtime/memory/offload.py": "a device: its own watchdog",
@@ -78,7 +76,12 @@ ENDED = {
 }
 """Files that wait, and what ends their waits."""
 
-ASKING = {"runtime/comm/alive.py", "runtime/comm/devices.py", "runtime/comm/failure_notes.py", "runtime/comm/start.py"}
+ASKING = {
+    "runtime/comm/joining.py",
+    "runtime/comm/devices.py",
+    "runtime/comm/failure_notes.py",
+    "runtime/comm/start.py",
+}
 """Files that ask a store. What they do is done in threads that somebody waits for with a deadline."""
 
 ENTRIES = {

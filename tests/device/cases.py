@@ -14,7 +14,7 @@ from torch.nn import functional as F  # noqa: N812
 
 import fshard as fs
 from fshard import P, init, tree
-from fshard.checkpoint import snapshot
+from fshard.checkpoint import save
 from tests.device.own import DEVICE, load
 
 LAYERS, WIDTH, ROWS = 3, 8, 12
@@ -271,7 +271,7 @@ def saved_beside_steps() -> list[str]:
         tempfile.TemporaryDirectory() as folder,
         fs.Checkpointer(folder, keep=None, async_=True) as checkpoints,
     ):
-        change.setattr(snapshot, "CHUNK", 100)
+        change.setattr(save, "CHUNK", 100)
         for number in range(1, 4):
             state, _ = step(state, batch(number, mesh))
             checkpoints.save(state)

@@ -11,9 +11,8 @@ import fshard as fs
 from fshard.cli.main import main
 from fshard.cli.plan_command import bytes_of, read_mesh
 from fshard.errors import PlanError
-from fshard.foresight.blame import named
 from fshard.foresight.foresee import foresee
-from fshard.foresight.jobs import Job
+from fshard.foresight.jobs import Job, named
 from fshard.runtime.execution.trace_program import on_device
 from fshard.writing import write_whole
 

@@ -10,7 +10,7 @@ from torch.nn import functional as F  # noqa: N812
 
 import fshard as fs
 from fshard.runtime.graphs import inductor
-from fshard.runtime.graphs.written_gradients import product_into, write_gradients
+from fshard.runtime.graphs.inductor import product_into, write_gradients
 
 
 def backward(x: Tensor, g: Tensor, table: Tensor) -> tuple[Tensor, ...]:

@@ -17,10 +17,9 @@ import fshard as fs
 from fshard import parallel
 from fshard.collectives.scope import resolve
 from fshard.parallel import attention as module
-from fshard.parallel.attention import AttentionMask, attend, attend_backward, visible
+from fshard.parallel.attention import AttentionMask, Ring, attend, attend_backward, visible
 from fshard.parallel.attention_kernels import CPU_FLASH, CUDA_FLASH, EFFICIENT, SCORES, AttentionKernel, kernel_for
 from fshard.parallel.ring_functions import Attention, RingGradients
-from fshard.parallel.ring_steps import Ring
 from tests.parallel.test_functions import draw
 
 PLAIN = SDPBackend.MATH

@@ -13,7 +13,7 @@ import fshard as fs
 from fshard import P, parallel
 from fshard import collectives as c
 from fshard.collectives.scope import resolve
-from fshard.parallel.ring_steps import Ring
+from fshard.parallel.attention import Ring
 from tests.shared.workers import Pools
 
 DOUBLE = torch.float64

@@ -12,8 +12,7 @@ from torch import Tensor
 
 import fshard as fs
 from fshard.errors import TreeError
-from fshard.state.cuts import LeafCut
-from fshard.state.elementwise import ShardArithmetic
+from fshard.state.elementwise import LeafCut, ShardArithmetic
 
 PARAMS = {"w": torch.arange(40.0).view(8, 5) / 40, "v": torch.linspace(-1, 1, 33), "b": torch.ones(5)}
 OPT = fs.optim.sgd(0.1)

@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 
 import fshard as fs
 from fshard.errors import ScheduleError
-from fshard.pipeline.check_joint import check_joint
-from fshard.pipeline.joint_schedules import joint_schedules
+from fshard.pipeline.joint_schedules import check_joint, joint_schedules
 from fshard.pipeline.named_orders import make_order
 from fshard.pipeline.rank_program import Lane, RankProgram
 from fshard.pipeline.staged_trace import StagedProgram, ValueEdge

@@ -62,7 +62,7 @@ MUTATIONS = [
     Mutation("schedule/costs.py", "median(times) for op, times", "max(times) for op, times", "schedule/test_costs.py"),
     # HOW
     Mutation(
-        "runtime/memory/norms.py",
+        "runtime/memory/gradients.py",
         "group.owned.gather_axes + group.leaves[0].compute.axes",
         "group.owned.gather_axes",
         "parallel/test_parallel.py",

@@ -15,7 +15,7 @@ import torch
 
 import fshard as fs
 from fshard.errors import PeerError
-from fshard.runtime.memory.available import free_bytes
+from fshard.runtime.memory.memory_spaces import free_bytes
 from fshard.runtime.steps import contests, measured_rates
 from fshard.runtime.steps.contests import Contest
 from fshard.schedule import Policy

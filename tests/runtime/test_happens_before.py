@@ -15,7 +15,7 @@ import torch
 import fshard as fs
 from fshard import tree
 from fshard.checkpoint.ranges import Slice
-from fshard.checkpoint.snapshot import Snapshot
+from fshard.checkpoint.save import Snapshot
 from fshard.checkpoint.states import all_entries
 from fshard.checkpoint.write import owned
 from fshard.collectives import all_to_all, ppermute, psum_scatter, ragged_all_to_all

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fshard.runtime.memory.norms import norms_of
+from fshard.runtime.memory.gradients import norms_of
 
 
 class Counted(TorchDispatchMode):

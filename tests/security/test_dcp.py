@@ -18,9 +18,9 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 import fshard as fs
 from fshard.checkpoint.ranges import Block
 from fshard.errors import DamagedError
-from fshard.interchange.boxes import read_box
 from fshard.interchange.metadata import filled, read_metadata
 from fshard.interchange.pickles import CallRecord, GlobalName, read_pickle
+from fshard.interchange.source import read_box
 from fshard.reading.files import folder_at, plain_file
 from tests.security.hostile_cases import LEAVES, OPT, plan
 from tests.security.test_security import ROOT, Folders, load, within
@@ -188,7 +188,7 @@ def test_many_chunks_are_compared_in_linear_time() -> None:
 
 
 def test_boxes_of_files_are_slices_of_tensors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fshard.interchange.boxes.SLAB", 64)
+    monkeypatch.setattr("fshard.interchange.source.SLAB", 64)
     draw = random.Random(0)
     for number in range(200):
         shape = tuple(draw.randrange(1, 9) for _ in range(draw.randrange(0, 4)))

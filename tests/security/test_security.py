@@ -24,7 +24,7 @@ from fshard.checkpoint.rewrite import load_tensor
 from fshard.errors import CheckpointError, DamagedError, ShardError, TreeError
 from fshard.interchange.convert import to_state
 from fshard.interchange.hf_files import INDEX, SINGLE
-from fshard.reading.strict_json import DEPTH, parse_json, weigh
+from fshard.reading.texts import DEPTH, parse_json, weigh
 from tests.checkpoint.test_damaged import seal, unprivileged
 from tests.security import hostile
 from tests.security.hostile_cases import LEAVES, OPT, STEP, good, plan
@@ -120,7 +120,7 @@ def test_the_weight_of_json_is_its_depth_and_no_less_than_it_takes() -> None:
 def test_what_is_saved_can_be_read_again_or_is_refused_when_saved(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("fshard.reading.strict_json.SPACE", 1 << 10)
+    monkeypatch.setattr("fshard.reading.texts.SPACE", 1 << 10)
     state = fs.init_state(plan(), OPT, params=LEAVES)
     with fs.Checkpointer(tmp_path) as ckpt:
         with pytest.raises(CheckpointError, match="too large to be read again.*pass less as data="):
@@ -286,7 +286,7 @@ OPEN = {
     ("dcp_write.py", "open"),
     ("hf_files.py", "open"),
     ("save.py", "json.loads"),  # what was made a line before
-    ("strict_json.py", "json.loads"),  # behind its bounds
+    ("texts.py", "json.loads"),  # behind its bounds
     ("hf.py", "load"),  # of a source, which opens by the reader
     ("optimizer_state.py", "load"),
     ("texts.py", "read_text"),  # tools read whole files by the reader

@@ -209,7 +209,7 @@ EVENTS = (
     "fshard.runtime.execution.pending_update",
     "fshard.runtime.memory.offload",
     "fshard.runtime.memory.activation_copies",
-    "fshard.checkpoint.snapshot",
+    "fshard.checkpoint.save",
 )
 """The modules that ask for an event after the work of a device."""
 
@@ -224,7 +224,7 @@ FREES = (
 )
 """The modules that free the memory of buffers."""
 
-STREAMS = ("fshard.runtime.memory.offload", "fshard.checkpoint.snapshot", "fshard.runtime.steps.programs")
+STREAMS = ("fshard.runtime.memory.offload", "fshard.checkpoint.save", "fshard.runtime.steps.programs")
 """The modules that make side streams."""
 
 

@@ -11,7 +11,7 @@ import torch
 import fshard as fs
 from fshard.errors import NonFiniteError
 from fshard.runtime.flight.rank_records import OVER, FlightEntry, RankRecord
-from fshard.runtime.flight.stragglers import straggler
+from fshard.runtime.flight.verdict import straggler
 from fshard.runtime.steps.pace import Pace
 from fshard.schedule.ops import Op
 from tests.shared.workers import Pools

@@ -14,7 +14,7 @@ from fshard.runtime.comm.all_ranks import (
 )
 from fshard.runtime.comm.calls import CALL_SITE_BYTES, announce, enter, refuse_nested
 from fshard.runtime.comm.collective_call import collective_call, telling, told
-from fshard.runtime.comm.communicator import Communicator, Done, Handle, SingleRankTransport
+from fshard.runtime.comm.communicator import Communicator, Done, Handle
 from fshard.runtime.comm.exchange import exchange, exchange_bytes, exchange_text
 from fshard.runtime.comm.facts import Facts, digest
 from fshard.runtime.comm.processes import ProcessTransport
@@ -28,7 +28,6 @@ __all__ = [
     "Facts",
     "Handle",
     "ProcessTransport",
-    "SingleRankTransport",
     "all_ranks_or_raise",
     "announce",
     "collective_call",

@@ -31,7 +31,6 @@ class DevicePlace:
     """A device of a host, on which a rank works.
 
     Attributes:
-        device: its device.
         host: the name of its host.
         gpu: what identifies its GPU among all; empty on CPU.
         problem: why it cannot work there; empty if it can.

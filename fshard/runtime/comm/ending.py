@@ -4,6 +4,7 @@ A thread that returns from C++ while the interpreter ends cannot have its lock. 
 and C++ answers by ``abort``: the process gets status -6 in place of its own, and "terminate called without an active
 exception" below its error. So it is with a thread that asks the store of a job whose host ends at the same time. At
 exit, before Python ends, connections of PyTorch are shut down while such threads are there: their calls return at once.
+Sockets that PyTorch opens for this process alone are found here, too.
 """
 
 import atexit
@@ -17,6 +18,7 @@ from contextlib import contextmanager, suppress
 from functools import cache
 
 from fshard.errors import CommError, PeerError
+from fshard.forks import own
 from fshard.runtime.comm.call_site import HelperThread
 from fshard.tracebacks import FULL
 
@@ -117,3 +119,42 @@ def open_sockets() -> Sockets:
                 if target.startswith("socket:"):
                     found.add((int(name), target))
     return found
+
+
+class Descriptors:
+    """The sockets that were opened inside of ``opening``: other programs do not inherit them, and children close them.
+
+    PyTorch's own are inherited by every program that this process starts, such as a shell. Their peers see that this
+    process has died only when the last of these has ended.
+
+    Attributes:
+        sockets: their numbers and identities.
+        forked: whether this process is a child of the one that opened them.
+    """
+
+    def __init__(self) -> None:
+        self.sockets: Sockets = set()
+        self.forked = False
+        own(self)
+
+    @contextmanager
+    def opening(self) -> Iterator[None]:
+        """Inside, PyTorch opens sockets."""
+        before = open_sockets()
+        try:
+            yield
+        finally:
+            opened = open_sockets() - before
+            self.sockets |= opened
+            ending().sockets |= opened
+            for number, _ in opened:
+                with suppress(OSError):
+                    os.set_inheritable(number, False)
+
+    def disown(self, why: str) -> None:
+        """Close those that are still open."""
+        for number, _ in self.sockets & open_sockets():
+            with suppress(OSError):
+                os.close(number)
+        self.sockets.clear()
+        self.forked = True

@@ -20,8 +20,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fshard.runtime.comm.checked_kernel import checked
-from fshard.runtime.comm.row_sums import SHORT, sum_rows
+from fshard.runtime.comm.row_sums import SHORT, checked, sum_rows
 from fshard.sharding.wire import WireFormat
 
 PIECE = 1 << 17

@@ -7,7 +7,7 @@ from typing import Any, cast
 
 import torch.distributed as dist
 
-from fshard.runtime.comm.gloo_threads import without_interrupting
+from fshard.runtime.comm.gloo import without_interrupting
 from fshard.runtime.comm.processes import ProcessTransport
 from fshard.sharding.part_mesh import PartMesh
 from fshard.torch_internals import default_group, default_store

@@ -16,12 +16,11 @@ from fshard.forks import keep, own
 from fshard.runtime.comm.bounded import bounded, bounded_together
 from fshard.runtime.comm.calls import announce
 from fshard.runtime.comm.communicator import CLOSED, Communicator, SingleRank
-from fshard.runtime.comm.descriptors import Descriptors
 from fshard.runtime.comm.device_release import Cuts
 from fshard.runtime.comm.device_streams import make_stream
+from fshard.runtime.comm.ending import Descriptors
 from fshard.runtime.comm.exchange import exchange, exchange_text
-from fshard.runtime.comm.gloo import GlooCommunicator
-from fshard.runtime.comm.gloo_threads import without_interrupting
+from fshard.runtime.comm.gloo import GlooCommunicator, without_interrupting
 from fshard.runtime.comm.host import HostCommunicator
 from fshard.runtime.comm.links import PeerLink, Rendezvous, close_links, host_key
 from fshard.runtime.comm.nccl import NcclCommunicator

@@ -1,13 +1,42 @@
-"""Sums of rows in the order of ranks, so that equal rows give equal bits on every run and on every rank."""
+"""Sums of rows in the order of ranks, so that equal rows give equal bits on every run and on every rank.
+
+A kernel of Triton is used where it can be compiled and has the bits of PyTorch's operators.
+"""
 
 import functools
+import warnings
 from collections.abc import Callable, Iterable
 from itertools import chain
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
-from fshard.runtime.comm.checked_kernel import checked
+K = TypeVar("K")
+
+
+def checked(kernel: K, does: str, device: torch.device, same: Callable[[], bool], instead: str) -> K | None:
+    """A kernel, if ``same`` runs it and finds the bits of operators; else None, with a warning.
+
+    Args:
+        kernel: the kernel.
+        does: what it does, as in "that sums rows".
+        device: where it runs.
+        same: tells whether its bits are those of operators.
+        instead: what makes the same results without it.
+    """
+    problem = "it has other bits than PyTorch's operators"
+    try:
+        if same():
+            return kernel
+    except Exception as error:  # Triton needs a C compiler and the headers of Python
+        problem = f"{type(error).__name__}: {error}"
+    warnings.warn(
+        f"the kernel {does} cannot be used on {device}: {problem}. The results are the same, and {instead}",
+        stacklevel=3,
+    )
+    return None
+
 
 Kernel = Callable[[Tensor, Tensor, bool], None]
 

@@ -1,11 +1,9 @@
 """Running a program's units on slots: the engine, batches and losses of the loss function, and recomputation."""
 
 from fshard.runtime.engine.batch import Microbatches, leading_dims, microbatches
-from fshard.runtime.engine.engine import Engine
 from fshard.runtime.engine.hosted_activations import SavedView
 from fshard.runtime.engine.loss_result import (
     Mean,
-    as_means,
     check_differentiable,
     fingerprint,
     means_of,
@@ -13,16 +11,14 @@ from fshard.runtime.engine.loss_result import (
     read_loss,
 )
 from fshard.runtime.engine.proxies import Mispredicted
-from fshard.runtime.engine.remat_rules import Remat, read_remat
+from fshard.runtime.engine.remat_rules import Remat
 from fshard.runtime.engine.rng import seeded
 
 __all__ = [
-    "Engine",
     "Mean",
     "Microbatches",
     "Mispredicted",
     "Remat",
-    "as_means",
     "check_differentiable",
     "fingerprint",
     "leading_dims",
@@ -31,6 +27,5 @@ __all__ = [
     "number",
     "read_loss",
     "SavedView",
-    "read_remat",
     "seeded",
 ]

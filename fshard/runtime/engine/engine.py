@@ -25,7 +25,7 @@ from torch import Tensor
 
 from fshard import tree
 from fshard.errors import LossError, UnitError, stopped_by_program, written_data
-from fshard.model.casting import note_dtypes
+from fshard.model.precision import note_dtypes
 from fshard.model.remat_function import exact
 from fshard.model.unit import Unit
 from fshard.runtime.engine.batch import BatchWatch

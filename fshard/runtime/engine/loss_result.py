@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fshard import tree
 from fshard.errors import LossError
-from fshard.model.own import detached_own, is_own
+from fshard.model.changed_buffers import detached_own, is_own
 from fshard.runtime.engine.mean import Mean as Mean
 from fshard.torch_internals import FakeTensor
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from fshard import tree
-from fshard.model.own import is_own
+from fshard.model.changed_buffers import is_own
 from fshard.runtime.comm.facts import digest
 
 UNUSED = 10

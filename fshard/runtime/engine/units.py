@@ -104,7 +104,6 @@ class Units:
     """The units that a program has called so far.
 
     Args:
-        plan: the plan.
         slots: the slots of its groups.
         remat: which units are computed again in their backward.
         engine: who runs them.

@@ -18,8 +18,8 @@ from fshard.runtime.execution.replica_sums import ReplicaBuffers, Replicas
 from fshard.runtime.execution.resident import Resident, Standing
 from fshard.runtime.execution.shards import Shards
 from fshard.runtime.execution.wires import gathered, rows_gathered, scattered, updated
-from fshard.runtime.memory.allocation import allocate, deallocate
 from fshard.runtime.memory.gradients import FlatGradients, GradientBuffers
+from fshard.runtime.memory.memory_spaces import allocate, deallocate
 from fshard.runtime.memory.offload import CopyHandle
 from fshard.runtime.memory.optimizer_layout import RESIDUAL
 from fshard.runtime.memory.slots import GroupSlots, Slots, pack, unpack

@@ -17,7 +17,7 @@ from fshard.runtime.comm.packing import Kernels, no_kernels
 from fshard.runtime.comm.row_sums import sum_rows
 from fshard.runtime.execution.power_sgd import Basis, Product, low_rank_sum
 from fshard.runtime.execution.wires import Residual, scattered, summed
-from fshard.runtime.memory.allocation import allocate, deallocate
+from fshard.runtime.memory.memory_spaces import allocate, deallocate
 from fshard.runtime.memory.optimizer_layout import BASIS, RESIDUAL
 from fshard.schedule.infos import rows_travel
 from fshard.sharding.layout import Group

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from fshard.model.philox import fold
-from fshard.runtime.comm.checked_kernel import checked
+from fshard.runtime.comm.row_sums import checked
 from fshard.runtime.execution.rounding_bits import Key, LeafPart, Positions, levels, round_, signed
 from fshard.runtime.execution.shards import Slices
 from fshard.runtime.memory.optimizer_layout import UpdateSlice

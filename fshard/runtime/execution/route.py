@@ -54,7 +54,6 @@ class Route:
     """A schedule as it runs, with all that can be looked up before: made once a schedule.
 
     Attributes:
-        schedule: the schedule.
         runs: what to call for each op; None for those that the executor performs itself.
         positions: where each compute op stands, by kind, unit, call and microbatch.
         settled: for each op, the first one from it on that may wait.

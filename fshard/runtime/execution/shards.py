@@ -10,8 +10,7 @@ from torch import Tensor
 from fshard.model.philox import fold, uniform
 from fshard.optim.contract import Contract
 from fshard.runtime.comm.device_streams import ComputeOrder
-from fshard.runtime.memory.allocation import deallocate
-from fshard.runtime.memory.memory_spaces import UpdateStaging, memory_space, same_memory, update_stagings
+from fshard.runtime.memory.memory_spaces import UpdateStaging, deallocate, memory_space, same_memory, update_stagings
 from fshard.runtime.memory.optimizer_layout import (
     BASIS,
     KEPT,
@@ -267,7 +266,6 @@ def gradients_of(plan: Plan, memory: StepMemory, slices: Mapping[int, tuple[Upda
     """Return what becomes of the gradients of a step.
 
     Args:
-        plan: the plan.
         memory: where they lie.
         slices: the update slices of each trainable group.
     """

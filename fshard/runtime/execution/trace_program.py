@@ -28,8 +28,7 @@ from fshard.runtime.engine.loss_result import check_differentiable, foreign_loss
 from fshard.runtime.engine.program_mode import ProgramMode
 from fshard.runtime.engine.remat_rules import NO_REMAT, Remat, differentiated, nothing_leaves, own_generator
 from fshard.runtime.execution.executor import OnDemand
-from fshard.runtime.execution.trace_warnings import tell_dropping, tell_untrained
-from fshard.runtime.execution.tracing import TracedMoves, Tracing, program_of
+from fshard.runtime.execution.tracing import TracedMoves, Tracing, program_of, tell_dropping, tell_untrained
 from fshard.runtime.memory.slots import storage_of
 from fshard.schedule.activation_moves import called
 from fshard.schedule.footprint import Need

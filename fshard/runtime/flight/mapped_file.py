@@ -22,7 +22,6 @@ class MappedFile:
 
     Args:
         folder: where it is kept; made if it is not there.
-        rank: this rank.
         ranks: how many there are.
 
     Attributes:

@@ -12,9 +12,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from fshard.errors import PlanError, ShardError
-from fshard.reading.file_problems import printable
-from fshard.reading.strict_json import parse_json
-from fshard.reading.texts import read_bytes, read_text
+from fshard.reading.files import printable
+from fshard.reading.texts import parse_json, read_bytes, read_text
 from fshard.schedule.ops import COMPUTE_KINDS, STEP_KINDS, Op
 from fshard.schedule.schedule import Schedule, parse
 from fshard.schedule.transfers import awaited
@@ -78,7 +77,6 @@ class RankRecord:
     """The record that one rank has left.
 
     Attributes:
-        rank: the rank.
         ranks: how many there were.
         entries: from the oldest to the newest.
         schedules: those that could be read, by number.

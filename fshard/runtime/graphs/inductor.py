@@ -3,8 +3,13 @@
 A unit's graph is decomposed, and a minimal cut chooses the tensors to keep (``min_cut_rematerialization_partition``):
 the backward computes cheap pointwise ops again instead of saving their results. Inductor compiles both halves. Random
 numbers come from the ops that eager PyTorch uses, so they are the same.
+
+A backward writes gradients of leaves where they belong, in the flat gradient. A product of matrices goes there by an op
+that Inductor calls as it calls its own products, with the memory as ``out=``. Its own kernels write
+there what they compute. What other operators compute is returned, and copied.
 """
 
+import copy
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -15,17 +20,92 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from fshard.runtime.engine.fake_fallback import quiet
 from fshard.runtime.graphs.emit import GraphCode, PartedCode, emit
-from fshard.runtime.graphs.partition import Halves, in_two, sources, value, watched
+from fshard.runtime.graphs.partition import ATEN, Halves, in_two, is_view, sources, value, watched
 from fshard.runtime.graphs.trace_unit import Joint, UntraceableUnit
-from fshard.runtime.graphs.written_gradients import write_gradients
 from fshard.torch_internals import (
+    OpOverload,
     compile_fx_inner,
     foreach_copy_,
     foreach_zero_,
+    inductor_ir,
     min_cut_rematerialization_partition,
+    register_lowering,
     select_decomp_table,
 )
 from fshard.torch_internals import inductor_config as config
+
+
+def write_gradients(backward: fx.GraphModule, parts: int) -> tuple[fx.GraphModule, list[int], list[Tensor]]:
+    """A graph that writes its results from number ``parts`` on to further arguments, one for each of them.
+
+    Returns:
+        The graph; the numbers, counted from ``parts``, of the results that it returns, behind the first ones; and what
+        the further arguments are like.
+    """
+    graph = copy.deepcopy(backward.graph)
+    output = graph.output_node()
+    flat: Any = output.args[0]
+    kept, products, last = [], list[fx.Node](), graph.find_nodes(op="placeholder")[-1]
+    for number, node in enumerate(flat[parts:]):
+        with graph.inserting_after(last):
+            last = into = graph.placeholder(f"into_{number}")
+        like = value(node)
+        with like.fake_mode:
+            into.meta["val"] = torch.empty(like.shape, dtype=like.dtype, device=like.device)
+        once = flat.count(node) == 1
+        if once and node.target is ATEN.mm.default and len(node.users) == 1:
+            products.append(node)
+            with graph.inserting_before(node):
+                graph.call_function(product_into(), (*node.args, into))
+        elif once and _compiled(node):
+            with graph.inserting_before(output):
+                graph.call_function(ATEN.copy_.default, (into, node))
+        else:
+            kept.append(number)
+    output.args = ([*flat[:parts], *[flat[parts + number] for number in kept]],)
+    for node in products:
+        graph.erase_node(node)
+    return fx.GraphModule(backward, graph), kept, list(map(value, flat[parts:]))
+
+
+def _compiled(node: fx.Node) -> bool:
+    """Tell whether a kernel of Inductor's computes a result."""
+    while is_view(node):
+        node = node.all_input_nodes[0]
+    tags = node.target.tags if isinstance(node.target, OpOverload) else ()
+    return node.target is ATEN.sum.dim_IntList or torch.Tag.pointwise in tags
+
+
+@functools.cache
+def product_into() -> OpOverload:
+    """The op ``fshard::product_into(a, b, out)``: the product of two matrices, written to a third."""
+    library: Any = torch.library.Library("fshard", "FRAGMENT")  # type: ignore[no-untyped-call]
+    library.define("product_into(Tensor a, Tensor b, Tensor(a!) out) -> ()")
+    library.impl("product_into", _product_into, "CompositeExplicitAutograd")
+    op: OpOverload = torch.ops.fshard.product_into.default
+    op._library = library  # type: ignore[attr-defined]  # it lasts as long as the op
+    register_lowering(op, type_promotion_kind=None)(_lowered)
+    return op
+
+
+def _product_into(a: Tensor, b: Tensor, out: Tensor) -> None:
+    torch.mm(a, b, out=out)
+
+
+def _lowered(a: Any, b: Any, out: Any) -> None:
+    """Lower the op as Inductor does ``mm``, with memory that is given and not allocated."""
+    ir = inductor_ir
+    inputs = [ir.ExternKernel.realize_input(x) for x in (a, b)]
+    out.realize()
+    kernel = ir.ExternKernelOut(
+        layout=ir.MutationLayoutSHOULDREMOVE(out),
+        inputs=inputs,
+        python_kernel_name="extern_kernels.mm",
+        cpp_kernel_name="at::mm_out",
+        op_overload=ATEN.mm.out,
+    )
+    kernel.output_view = ir.ReinterpretView(data=out.data, layout=out.get_layout())
+
 
 SETTINGS: Mapping[str, bool] = {"fallback_random": True}
 

@@ -1,7 +1,13 @@
-"""Memory on the device and on its host, and copies between them around an update."""
+"""Memory on the device and on its host, copies between them around an update, and buffers that give theirs back.
 
-from collections.abc import Mapping
+Gradients have memory only in the backward, which frees activations. On a device, a buffer is returned to the caching
+allocator after the compute stream has waited for the last use, so the allocator's order by stream is sufficient.
+"""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -10,6 +16,30 @@ from fshard.sharding.kinds import MemoryKind
 from fshard.sharding.layout import Group
 from fshard.sharding.mesh import Mesh
 from fshard.sharding.plan import Plan
+
+
+def allocate(buffer: Tensor) -> None:
+    """Give a buffer memory, if it has none. It and its views can then be used; their values are undefined."""
+    storage = buffer.untyped_storage()
+    if storage.nbytes() < buffer.nbytes:
+        storage.resize_(buffer.nbytes)
+
+
+@contextmanager
+def with_memory(buffer: Tensor) -> Iterator[None]:
+    """Memory for the time of a block, if there is none: a view can only be made of a buffer that has some."""
+    bare = not buffer.untyped_storage().nbytes()
+    allocate(buffer)
+    try:
+        yield
+    finally:
+        if bare:
+            deallocate(buffer)
+
+
+def deallocate(buffer: Tensor) -> None:
+    """Free a buffer's memory. It and its views may not be used until it is allocated again."""
+    buffer.untyped_storage().resize_(0)
 
 
 @dataclass(frozen=True)
@@ -91,3 +121,49 @@ def _update_staging(group: Group, mesh: Mesh) -> UpdateStaging:
     kinds = group.kinds
     pinned: MemoryKind = "pinned_host" if "pinned_host" in (kinds.param, kinds.opt) else "unpinned_host"
     return UpdateStaging(memory_space("device" if kinds.update == "device" else pinned, mesh), *kinds.moved)
+
+
+def free_bytes(device: torch.device, root: Path = Path("/")) -> int | None:
+    """The bytes that are free on a device, or on this host for all of its processes; None if that is not known.
+
+    What PyTorch's allocator keeps of a device without using it is free, and so is what the kernel caches of files. A
+    limit of the process' control group (version 2) counts as the size of the host.
+
+    Args:
+        root: where ``proc`` and ``sys`` are.
+    """
+    if device.type == "cuda":
+        kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return int(torch.cuda.mem_get_info(device)[0]) + kept
+    if device.type != "cpu":
+        return None
+    known = [_of_host(root), _of_group(root)]
+    return min((free for free in known if free is not None), default=None)
+
+
+def _of_host(root: Path) -> int | None:
+    rows = _numbers(root / "proc/meminfo")
+    return rows["MemAvailable:"] * 1024 if "MemAvailable:" in rows else None
+
+
+def _of_group(root: Path) -> int | None:
+    try:
+        lines = (root / "proc/self/cgroup").read_text().splitlines()
+        path = next(line.removeprefix("0::/") for line in lines if line.startswith("0::/"))
+        folder = root / "sys/fs/cgroup" / path
+        limit, used = ((folder / name).read_text().strip() for name in ("memory.max", "memory.current"))
+    except (OSError, StopIteration):
+        return None
+    if not (limit.isdigit() and used.isdigit()):
+        return None  # "max"
+    rows = _numbers(folder / "memory.stat")
+    return max(int(limit) - int(used) + rows.get("inactive_file", 0) + rows.get("active_file", 0), 0)
+
+
+def _numbers(file: Path) -> dict[str, int]:
+    """The number behind each first word of a file's lines."""
+    try:
+        rows = [line.split() for line in file.read_text().splitlines()]
+    except OSError:
+        return {}
+    return {row[0]: int(row[1]) for row in rows if len(row) > 1 and row[1].isdigit()}

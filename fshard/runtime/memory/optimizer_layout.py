@@ -77,8 +77,6 @@ def optimizer_layout(group: Group, mesh: Mesh, opt: Contract, part: int | None =
     """The layouts of an optimizer's buffers beside one group's shard. Adjacent leaves with equal forms stay adjacent.
 
     Args:
-        group: the group.
-        mesh: the mesh.
         opt: the optimizer.
         part: the number of the shard; None for this rank's.
     """
@@ -181,8 +179,6 @@ def merge_slices(
     Padding between merged leaves is updated with them: it holds zeros, gets zero gradients and stays zero.
 
     Args:
-        group: the group.
-        mesh: the mesh.
         hyper: from a leaf's path and shape, a value that merged leaves share.
         step: from the value of ``hyper``, the number that divides the distance of merged leaves; None for no merging.
         limit: from a leaf's path, the number of its clipping rule, which merged leaves share.

@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fshard.model.casting import Casting
 from fshard.model.float8 import FLOAT8, attach_rows
+from fshard.model.precision import Casting
 from fshard.model.unit import Slot, attach, slot_of
-from fshard.runtime.memory.allocation import allocate, deallocate, with_memory
+from fshard.runtime.memory.memory_spaces import allocate, deallocate, with_memory
 from fshard.sharding.layout import Group
 from fshard.sharding.leaf import casting_of
 from fshard.sharding.mesh import Mesh
@@ -136,7 +136,6 @@ class Slots:
         """Make views of the arena: ``param:`` items at their offsets in bytes.
 
         Args:
-            arena: the arena.
             offsets: by item.
             stage_numel: the elements of the staging of each reduction, by group id. Gradients and staging are outside
                 of the arena, and get memory when they are used.

@@ -10,8 +10,7 @@ from torch import Tensor
 
 from fshard.runtime.comm.device_streams import ComputeOrder
 from fshard.runtime.memory.activation_copies import HostPool
-from fshard.runtime.memory.allocation import deallocate
-from fshard.runtime.memory.memory_spaces import memory_space
+from fshard.runtime.memory.memory_spaces import deallocate, memory_space
 from fshard.runtime.memory.offload import Offload
 from fshard.runtime.memory.optimizer_layout import left_by_sums
 from fshard.schedule.ops import GroupInfo
@@ -41,7 +40,6 @@ class StepMemory:
     """The memory of a step. Nothing is allocated before the first program is prepared.
 
     Args:
-        plan: the plan.
         infos: what schedules know of the groups.
         train: whether there are gradients.
         poison: fill new memory with nan.

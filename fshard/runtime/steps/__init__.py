@@ -1,6 +1,5 @@
 """One step on all ranks: from its program to what they decide together."""
 
-from fshard.runtime.steps.batch_rows import uneven_rows
 from fshard.runtime.steps.consensus import Verdict, scalar, widened
 from fshard.runtime.steps.decide import Decisions
 from fshard.runtime.steps.failures import raise_failure, refuse_compiling, refuse_transforms
@@ -26,6 +25,5 @@ __all__ = [
     "refuse_compiling",
     "refuse_transforms",
     "scalar",
-    "uneven_rows",
     "widened",
 ]

@@ -18,7 +18,6 @@ def where(
     """Lines that say what is not finite, by rank: losses, and leaves of gradients summed over ranks. Collective.
 
     Args:
-        plan: the plan.
         shards: this rank's part of the gradients, by group id.
         comm: the control communicator over the whole mesh.
         loss: this rank's own.

@@ -14,7 +14,7 @@ from fshard.optim import checks
 from fshard.patterns import meant_by
 from fshard.runtime.comm import Communicator, exchange
 from fshard.runtime.execution import Gradients
-from fshard.runtime.memory.norms import norms_of, share_of
+from fshard.runtime.memory.gradients import norms_of, share_of
 from fshard.runtime.steps.readings import RuleNorms
 from fshard.sharding.plan import Plan
 

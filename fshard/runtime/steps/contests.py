@@ -10,7 +10,7 @@ import torch
 from fshard.runtime.comm.communicators import Communicators
 from fshard.runtime.comm.exchange import exchange
 from fshard.runtime.comm.facts import digest
-from fshard.runtime.memory.available import free_bytes
+from fshard.runtime.memory.memory_spaces import free_bytes
 from fshard.schedule.auto import Auto, Choice
 from fshard.schedule.contest import Contender, Round, quartile
 from fshard.schedule.policy import Policy

@@ -28,7 +28,6 @@ class Decisions:
 
     Attributes:
         opt: the optimizer.
-        plan: the plan.
         clip: the limits of gradient norms.
         parts: microbatches of the global batch, over ranks and accumulation.
         divisor: what gradients are divided by before they are summed.

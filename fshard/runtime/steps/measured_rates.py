@@ -55,7 +55,6 @@ def decided(plan: Plan, comms: Communicators, task: PolicyTask, auto: Auto, redo
     """The choice of all ranks together, by rates, with the needs of the neediest. Collective.
 
     Args:
-        plan: the plan.
         comms: its communicators, which are open.
         task: what is run.
         auto: what was asked for.

@@ -79,7 +79,6 @@ def watched(patterns: Sequence[str] | None, plan: Plan, grads: Gradients) -> Nor
 
     Args:
         patterns: the patterns; none of them stands for groups.
-        plan: the plan.
         grads: the gradients of a step.
     """
     if patterns is None:

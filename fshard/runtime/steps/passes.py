@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fshard import tree
-from fshard.model.casting import note_outside
+from fshard.model.precision import note_outside
 from fshard.runtime.engine.batch import marks_undone
 from fshard.runtime.engine.engine import Engine
 from fshard.runtime.engine.loss_result import (

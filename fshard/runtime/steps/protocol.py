@@ -56,11 +56,7 @@ class Met(NamedTuple, Generic[T]):
 
 
 class Meetings:
-    """The stages of steps in which the ranks of a mesh meet.
-
-    Args:
-        mesh: the mesh.
-    """
+    """The stages of steps in which the ranks of a mesh meet."""
 
     def __init__(self, mesh: Mesh) -> None:
         self.mesh = mesh

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fshard.runtime.engine.plain_values import PlainValues
-from fshard.runtime.memory.norms import DTYPE
+from fshard.runtime.memory.gradients import DTYPE
 
 RuleNorms = Sequence[tuple[float, Tensor]]
 """Norms of gradients, 0-dim, each after the part of its elements that this rank counts."""

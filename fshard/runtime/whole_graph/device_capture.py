@@ -33,11 +33,7 @@ class Capture(Protocol):
 
 
 class CudaCapture:
-    """Captures CUDA graphs, whose memory is one pool. It was not run on a GPU.
-
-    Args:
-        device: the device.
-    """
+    """Captures CUDA graphs, whose memory is one pool. It was not run on a GPU."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -70,9 +66,6 @@ def capture_of(device: torch.device) -> Capture | None:
 
 class HostWork(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Finds operators of which a capture would keep a value of the host, or for which the host waits.
-
-    Args:
-        device: the device.
 
     Attributes:
         found: the operators, and where the user's code calls each.
