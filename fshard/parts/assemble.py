@@ -1,7 +1,7 @@
 """From what a step function does to one schedule, with an engine for each pass and one place for each group."""
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from torch import Tensor
@@ -67,7 +67,7 @@ class StepTable:
         for number, each in enumerate(self.recorded.passes):
             for group in each.spec.plan.groups if each.spec.train else ():
                 if group.trainable:
-                    first.setdefault((each.version, group.id), number)
+                    first.setdefault((self.recorded.home(each.version, group.id), group.id), number)
         for version, (plan, _) in enumerate(self.recorded.versions):
             self._add_version(version, plan, first)
         for number, each in enumerate(self.recorded.passes):
@@ -76,6 +76,9 @@ class StepTable:
     def _add_version(self, version: int, plan: Plan, first: Mapping[tuple[int, int], int]) -> None:
         infos = group_infos(plan)
         for group in plan.groups:
+            if (home := self.recorded.home(version, group.id)) != version:
+                self.params[version, group.id] = self.params[home, group.id]
+                continue
             info, bank = infos[group.id], first.get((version, group.id))
             kept = [transfer for transfer in info.transfers if transfer.row.stage != "gradient"]
             if bank is None:
@@ -91,11 +94,12 @@ class StepTable:
     def _add_bank(self, number: int, each: RecordedPass, first: Mapping[tuple[int, int], int]) -> None:
         infos = group_infos(each.spec.plan)
         for group in each.spec.plan.groups if each.spec.train else ():
-            if group.trainable and first[each.version, group.id] != number:
+            home = self.recorded.home(each.version, group.id)
+            if group.trainable and first[home, group.id] != number:
                 path = [transfer for transfer in infos[group.id].transfers if transfer.row.stage == "gradient"]
                 self.grads[number, group.id] = len(self.infos)
                 info = replace(infos[group.id], full_bytes=0, transfers=tuple(path))
-                self._add(TableEntry(each.version, group.id, number, False), info, number)
+                self._add(TableEntry(home, group.id, number, False), info, number)
 
     def _add(self, entry: TableEntry, info: GroupInfo, number: int) -> None:
         name, taken = info.name, {other.name for other in self.infos}
@@ -115,7 +119,8 @@ class StepTable:
         if stage.what == "bank":
             return Local(gradients=tuple([at for (bank, _), at in self.grads.items() if bank == stage.number]))
         if stage.what == "make":
-            return Local(makes=tuple([at for (version, _), at in self.params.items() if version == stage.number]))
+            own = [at for at, entry in enumerate(self.entries) if entry.read and entry.version == stage.number]
+            return Local(makes=tuple(own))
         due, version = self._updates(), self.version_of(stage.number)
         return Local(updated=tuple([at for (number, _), at in self.params.items() if number == version and at in due]))
 
@@ -271,6 +276,15 @@ class Assembled:
             if state is not None and entry.read and at in self.stages.updates:
                 found[state].add(entry.group)
         return {state: frozenset(groups) for state, groups in found.items()}
+
+    def readable(self, number: int) -> Callable[[Sequence[int]], bool]:
+        """Return what tells whether all of some groups can be read in a pass now."""
+        version, own = self.recorded.passes[number].version, self.passes[number].actions.readable
+        base, shared = self.recorded.bases[version], self.recorded.shared[version]
+        if base is None:
+            return own.issuperset
+        theirs = self.actions.home[base].readable
+        return lambda groups: all([group in (theirs if group in shared else own) for group in groups])
 
     def of_version(self, version: int) -> list[Actions]:
         """The actions of the passes that read a version of parameters."""

@@ -37,7 +37,7 @@ from fshard.parts.step_values import (
     with_memory,
 )
 from fshard.parts.update_metrics import UpdateMetrics
-from fshard.parts.versions import Version, same_leaves
+from fshard.parts.versions import Version, base_of, same_leaves
 from fshard.runtime.engine.loss_result import Mean, as_means, means_of
 from fshard.runtime.execution import Shards
 from fshard.runtime.memory import values_of
@@ -195,7 +195,7 @@ class Composition(Unwatched, ABC):
         at, *along = [self._source(part.plan, given) for given in (params, *directions)]
         chunks = part.joined(self._lasting(at), [self._lasting(each) for each in along])
         source = ComputedFlat(self, form_of(part.spec.plan), dict(enumerate(chunks)))
-        version = self._version(source, part.spec.plan)
+        version = self._version(source, part.spec.plan, at)
         number = self._next()
         _, aux = self.run_pass(part.spec, number, version, batch)
         return self.bank(part.form, number).tree() if part.spec.train else self._named(number, as_means(aux))
@@ -319,8 +319,8 @@ class Composition(Unwatched, ABC):
             flat = ComputedFlat(self, made.form, made.chunks)
         return flat
 
-    def _version(self, source: RunningFlat, read: Plan) -> int:
-        """The number of the parameters that a pass reads in the dtypes of a plan."""
+    def _version(self, source: RunningFlat, read: Plan, at: RunningFlat | None = None) -> int:
+        """The number of the parameters that a pass reads in the dtypes of a plan, with tangents if ``at`` has none."""
         plan, given = source.form.plan, source.state if isinstance(source, StateParams) else None
         if plan.compute_dtypes != read.compute_dtypes:
             self.chunks(source)  # what else reads them gathers them by itself
@@ -329,7 +329,8 @@ class Composition(Unwatched, ABC):
             same = known.flat is source or (given is not None and known.given == given)
             if same and known.plan is plan:
                 return number
-        self.versions.append(Version(source, plan, given))
+        base = None if at is None else base_of(self.versions, at)
+        self.versions.append(Version(source, plan, given, at or source, base))
         version = len(self.versions) - 1
         if given is None:
             self.place(version, source)

@@ -25,12 +25,15 @@ from fshard.runtime.execution import ProgramTrace, Shard, Shards, partly_updated
 from fshard.runtime.execution.trace_program import trace_in, without_data
 from fshard.runtime.steps import PassSpec
 from fshard.schedule.footprint import Need
+from fshard.schedule.infos import group_infos
+from fshard.schedule.ops import GroupInfo
 from fshard.sharding.mesh import Axes, Mesh
 from fshard.sharding.plan import Plan
 from fshard.state.elementwise import ShardArithmetic, unguarded
 from fshard.state.equal import Equal
 from fshard.state.flat import FlatForm, cut_of_leaf, form_of
 from fshard.state.train_state import TrainState
+from fshard.transform.tangent_plan import MARK
 
 VALUES = "it asks for values that a trace does not have"
 
@@ -99,6 +102,7 @@ class StepRecord:
         needs: what the compute ops of one microbatch of each pass need, and the code between passes.
         equals: what its parts must have in common on all ranks, and the number of the state that each updates, if any.
         derivatives: for each call of a tool that takes derivatives, in order, whether it is a pass.
+        bases: for each version, an earlier one of the same parameters; None for versions without tangents.
     """
 
     stages: tuple[RecordedPass | RecordedLocal, ...]
@@ -107,12 +111,36 @@ class StepRecord:
     axes: tuple[Axes, ...]
     needs: tuple[Need, ...]
     equals: tuple[tuple[Equal, int | None], ...]
-    derivatives: tuple[bool, ...] = ()
+    derivatives: tuple[bool, ...]
+    bases: tuple[int | None, ...]
 
     @functools.cached_property
     def passes(self) -> list[RecordedPass]:
         """Its passes."""
         return [stage for stage in self.stages if isinstance(stage, RecordedPass)]
+
+    @functools.cached_property
+    def shared(self) -> list[frozenset[int]]:
+        """For each version, the groups that it reads where its base has gathered them."""
+        infos = [group_infos(plan) for plan, _ in self.versions]
+
+        def alike(mine: GroupInfo, theirs: GroupInfo) -> bool:
+            same = mine.full_bytes == theirs.full_bytes and mine.transfer("all_gather") == theirs.transfer("all_gather")
+            return mine.gathered and theirs.gathered and same and not mine.name.endswith(MARK)
+
+        return [
+            frozenset()
+            if base is None
+            else frozenset(
+                [n for n, (mine, theirs) in enumerate(zip(infos[at], infos[base], strict=False)) if alike(mine, theirs)]
+            )
+            for at, base in enumerate(self.bases)
+        ]
+
+    def home(self, version: int, group: int) -> int:
+        """The version whose gathers a group of a version is read from."""
+        base = self.bases[version]
+        return base if base is not None and group in self.shared[version] else version
 
     @functools.cached_property
     def communicates(self) -> list[Axes]:
@@ -296,6 +324,7 @@ class Recording(Composition):
             tuple(self.needs),
             (*self.equals.values(),),
             tuple(self.foreseen),
+            tuple([version.base for version in self.versions]),
         )
 
 

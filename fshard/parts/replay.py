@@ -156,7 +156,7 @@ class Replay(Composition):
     ) -> tuple[PassResult, float]:
         """Return what a pass comes to, and what its gradients are divided by."""
         prepared, executor, scale = self.step.passes[number], self.executor, self._loss_scale(spec, stage.version)
-        readable, outside = prepared.actions.readable.issuperset, stage.found.program.reads[ROOT].__contains__
+        readable, outside = self.step.readable(number), stage.found.program.reads[ROOT].__contains__
         view = PassExecutor(executor, self.step.first[number], executor.reach, executor.settle, readable, outside)
         measured = Passes(spec.fn, spec.train, False, spec.divisor).run(prepared.engine, view, parts, scale)
         if spec.train:
@@ -252,7 +252,12 @@ class Replay(Composition):
         versions = self.step.recorded.versions
         plan, given = versions[version] if version < len(versions) else (None, None)
         # The memory of a state that was given is bound already, and gathers of it may be on their way.
-        if plan is None or given is not None or plan is not source.form.plan:
+        if (
+            plan is None
+            or given is not None
+            or plan is not source.form.plan
+            or self.step.recorded.bases[version] != self.versions[version].base
+        ):
             raise Mispredicted("the step function makes other parameters than when it was traced")
         self._bind(version, Shards([Shard(source.held[group.id].detach(), {}) for group in plan.groups]))
 

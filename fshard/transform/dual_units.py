@@ -18,52 +18,17 @@ from torch.utils.dlpack import from_dlpack
 from fshard import tree
 from fshard.errors import UnitError
 from fshard.model.precision import Casting
-from fshard.model.unit import Slot, Unit, attach, slot_of
-from fshard.runtime.engine.proxies import METADATA, PLACE
+from fshard.model.unit import Slot, Unit, slot_of
+from fshard.runtime.engine.proxies import Proxy, make_proxy, opened
 from fshard.runtime.memory.slots import storage_of
 from fshard.torch_internals import (
-    DisableFuncTorch,
-    DisableTorchFunctionSubclass,
     below_transforms,
-    disable_current_modes,
     forward_parts,
     transforms_depth,
 )
 
 Pair = tuple[Tensor, Sequence[Tensor]]
 """A leaf and its tangents; none for a frozen one."""
-
-
-class DualHandle(Tensor):
-    """A leaf, in the tree that a loss function gets. A unit that takes it reads the leaf and its tangent.
-
-    Questions of shape and place are answered at once; any other use reads the leaf outside of units.
-    """
-
-    lies_on: torch.device
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Replace handles by leaves."""
-        if func in PLACE:
-            return PLACE[func](args[0].lies_on)
-        if func in METADATA:
-            with DisableTorchFunctionSubclass():
-                return func(*args, **(kwargs or {}))
-        args, kwargs = tree.mapped(_read, (args, kwargs or {}))
-        return func(*args, **kwargs)
-
-    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        slot = slot_of(self)
-        return f"<parameter {slot.path if slot else ''} with its tangent>"
-
-
-def _read(value: Any) -> Any:
-    slot = slot_of(value) if isinstance(value, DualHandle) else None
-    if slot is None:
-        return value
-    leaf: Tensor = slot.engine.leaf(slot.path)  # type: ignore[attr-defined]
-    return leaf.detach() if slot.stopped else leaf
 
 
 class Frame:
@@ -202,23 +167,18 @@ class TransformedUnits(ABC):
         return self
 
     def __exit__(self, *error: object) -> None:
-        # Handles, their slots and the modules that hold them form a cycle: without this, the graph would live until the
+        # Proxies, their slots and the modules that hold them form a cycle: without this, the graph would live until the
         # next garbage collection.
         self.duals.clear()
         for slot in self.slots:
             slot.instances.clear()
 
     def handles(self, shapes: Mapping[str, tuple[int, ...]], casting: Casting | None) -> dict[str, Tensor]:
-        """A handle for each leaf. ``shapes`` are those of whole leaves."""
+        """A proxy for each leaf. ``shapes`` are those of whole leaves."""
         found = {}
         for path, (leaf, _) in self.pairs.items():
-            with DisableFuncTorch(), disable_current_modes():  # a trace would make a fake tensor
-                empty = torch.empty(leaf.shape, dtype=leaf.dtype, device="meta")
-                handle: Any = Tensor._make_subclass(DualHandle, empty, False)
-            handle.lies_on = leaf.device
             self.slots.append(Slot(self, path, casting, shapes[path]))
-            attach(handle, self.slots[-1])
-            found[path] = handle
+            found[path] = make_proxy(self.slots[-1], leaf, leaf.shape, leaf.dtype, leaf.device)
         return found
 
     def leaf(self, path: str) -> Tensor:
@@ -230,10 +190,10 @@ class TransformedUnits(ABC):
 
     def call(self, unit: Unit, params: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a unit: by the engine, or as code between units where that is no plain call of it."""
-        args, kwargs = tree.mapped(_read, (args, kwargs))
+        args, kwargs = tree.mapped(opened, (args, kwargs))
         held = self._held(params)
         if transforms_depth() != self.depth or held is None:
-            return unit.fn(tree.mapped(_read, params), *args, **kwargs)
+            return unit.fn(tree.mapped(opened, params), *args, **kwargs)
         slot = slot_of(held[0][0])
         assert slot is not None
         return self.run(slot.engine, unit, held, (params, args, kwargs))
@@ -249,7 +209,7 @@ class TransformedUnits(ABC):
     def _held(self, params: Any) -> list[Pair] | None:
         """The leaves of a unit, and their tangents; None if it is given others, or such that no gradient flows into."""
         leaves = tree.leaves(params)
-        slots = [slot for leaf in leaves if isinstance(leaf, DualHandle) and (slot := slot_of(leaf)) is not None]
+        slots = [slot for leaf in leaves if isinstance(leaf, Proxy) and (slot := slot_of(leaf)) is not None]
         if len(slots) < len(leaves) or any([slot.stopped for slot in slots]):
             return None
         return [self.pairs[slot.path] for slot in slots]

@@ -19,14 +19,14 @@ from fshard.collectives.ranks import Ranks
 from fshard.collectives.scope import bind
 from fshard.errors import TransformError
 from fshard.model.remat_function import remat
-from fshard.model.unit import Slot, Unit, attach, slot_of
+from fshard.model.unit import Slot, Unit, slot_of
+from fshard.runtime.engine.proxies import Proxy, make_proxy, opened
 from fshard.sharding.float8_leaves import refuse_float8
 from fshard.sharding.layout import Group
 from fshard.sharding.leaf import casting_of
 from fshard.sharding.owners import ROOT
 from fshard.sharding.plan import Plan
 from fshard.state.flat_maps import cut_leaves, join_pieces
-from fshard.torch_internals import DisableFuncTorch, disable_current_modes
 
 
 def gather(plan: Plan, group: Group, pieces: Sequence[Tensor]) -> list[Tensor]:
@@ -114,29 +114,6 @@ def refuse_elements(rows: Tensor) -> None:
         )
 
 
-class Lazy(Tensor):
-    """A leaf of a unit, in the tree that a loss function gets. A unit that takes it gathers its groups for the call;
-    any other use gathers the leaf until the function returns."""
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Replace lazy leaves by gathered ones."""
-        args, kwargs = tree.mapped(_gathered, (args, kwargs or {}))
-        return func(*args, **kwargs)
-
-    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        slot = slot_of(self)
-        return f"<parameter {slot.path if slot else ''}, gathered where its unit runs>"
-
-
-def _gathered(value: Any) -> Any:
-    slot = slot_of(value) if isinstance(value, Lazy) else None
-    if slot is None:
-        return value
-    leaf: Tensor = slot.engine.leaf(slot.path)  # type: ignore[attr-defined]
-    return leaf.detach() if slot.stopped else leaf
-
-
 class Versions:
     """Tensors that must not be written to, with their versions."""
 
@@ -179,7 +156,7 @@ class Resharding:
         try:
             yield tree.nest({path: out[path] for path in self.plan.leaves})
         finally:
-            # Lazy leaves, their slots and the modules that hold them form a cycle: without this, gathered leaves would
+            # Proxies, their slots and the modules that hold them form a cycle: without this, gathered leaves would
             # live until the next garbage collection.
             self.kept.clear()
             for slot in self.slots:
@@ -193,7 +170,7 @@ class Resharding:
     def call(self, unit: Unit, params: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a unit."""
         leaves, spec = tree.flatten(params)
-        slots = [slot_of(leaf) if isinstance(leaf, Lazy) else None for leaf in leaves]
+        slots = [slot_of(leaf) if isinstance(leaf, Proxy) else None for leaf in leaves]
         given = [leaf if slot is None else None for leaf, slot in zip(leaves, slots, strict=True)]
         at = [self.places[slot.path] if slot is not None else None for slot in slots]
         groups = {place[0].id: place[0] for place in at if place is not None}
@@ -209,7 +186,7 @@ class Resharding:
                 return unit.fn(tree.unflatten(spec, filled), *args, **kwargs)
 
         pieces = {number: [self.flat[leaf.path] for leaf in group.leaves] for number, group in groups.items()}
-        args, kwargs = tree.mapped(_gathered, (args, kwargs))
+        args, kwargs = tree.mapped(opened, (args, kwargs))
         self.handshake(", ".join(group.name for group in groups.values()))
         body.__name__ = f"unit {unit.name or getattr(unit.fn, '__name__', '')}"  # for errors
         return remat(body)(pieces, given, args, kwargs)
@@ -226,9 +203,6 @@ class Resharding:
 
     def _lazy(self, group: Group, number: int) -> Tensor:
         leaf = group.leaves[number]
-        with DisableFuncTorch(), disable_current_modes():  # a trace would make a fake tensor
-            empty = torch.empty(leaf.compute_shape, dtype=group.compute_dtype, device="meta")
-            lazy: Tensor = Tensor._make_subclass(Lazy, empty, False)
         self.slots.append(Slot(self, leaf.path, self.casting, leaf.shape))
-        attach(lazy, self.slots[-1])
-        return lazy
+        like, dtype, device = self.flat[leaf.path], group.compute_dtype, torch.device(self.plan.mesh.device)
+        return make_proxy(self.slots[-1], like, leaf.compute_shape, dtype, device)

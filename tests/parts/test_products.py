@@ -127,13 +127,41 @@ def test_products_in_a_step_function_on_processes(pool: Pools) -> None:
 
 def test_a_step_of_products_is_one_program() -> None:
     newton = Newton(fs.abstract_mesh((2,), ("data",)))
-    trace = fs.make_step(newton, newton.plan).trace(newton.start(), newton.plan.local_batch(rows()))
+    kept = fs.Policy(reshard=False)
+    trace = fs.make_step(newton, newton.plan, schedule=kept).trace(newton.start(), newton.plan.local_batch(rows()))
     check(trace.schedule)
     counts = Counter((op.kind, op.target.partition("~")[0]) for op in trace.schedule)
     # One gradient, one slope, two Hessian products and one Gauss-Newton product: tangents travel, and are not reduced.
     assert counts["all_gather", "0'"] == counts["all_gather", "2'"] == 4
+    # Parameters are gathered once for all five.
+    assert counts["all_gather", "0"] == counts["all_gather", "2"] == 1
     assert counts["reduce_scatter", "0"] == 4 and not counts["reduce_scatter", "0'"]
     assert counts["forward", "root"] == 5 and counts["handshake", ""] == counts["consensus", ""] == 1
+
+
+def moving(newton: Any, state: Any, batch: Any) -> Any:
+    """A step whose first pass is a product, and which takes products elsewhere, twice at one point."""
+    v = newton.product(state.params, state.params, batch)
+    there = fs.tree.add(state.params, v, -0.01)
+    _, slope = newton.along(there, v, batch)
+    w = newton.product(there, newton.product(there, v, batch), batch)
+    loss, g = newton.gradient(there, batch)
+    return newton.update(state, fs.tree.add(g, w, 0.01))[0], [loss, slope]
+
+
+@pytest.mark.parametrize("policy", [None, fs.Policy(reshard=False)])
+def test_products_share_what_is_gathered_at_one_point(policy: Any) -> None:
+    newton, made, x = Newton(fs.virtual_mesh((2,), ("data",))), net(), rows()
+    found, _, step = newton.steps(lambda state, batch: moving(newton, state, batch), schedule=policy, debug=True)
+    f = lambda p: outer(functional_call(made, p, (x[0],)), x)  # noqa: E731
+    times = lambda p, v: jvp(grad(f), (p,), (v,))[1]  # noqa: E731
+    p = {path: leaf.detach().clone() for path, leaf in made.named_parameters()}
+    for _ in range(STEPS):
+        v = times(p, p)
+        there = tree.map(lambda x, y: x - 0.01 * y, p, v)
+        w = times(there, times(there, v))
+        p = tree.map(lambda x, y, z: x - RATE * (y + 0.01 * z), p, grad(f)(there), w)
+    assert far(found, p) < TOLERANCE and step.record == step.schedule.ops
 
 
 def test_samples_of_the_trace_are_a_pass_too() -> None:

@@ -31,7 +31,7 @@ from fshard.model.unit import Unit
 from fshard.runtime.engine.batch import BatchWatch
 from fshard.runtime.engine.hosted_activations import HostedKey, hosting
 from fshard.runtime.engine.parameters import Parameters
-from fshard.runtime.engine.proxies import Mispredicted
+from fshard.runtime.engine.proxies import Mispredicted, foreign_params
 from fshard.runtime.engine.remat_rules import NO_REMAT, Remat, reentrant_refused, unsaved
 from fshard.runtime.engine.saved_hooks import without_parameters
 from fshard.runtime.engine.units import GRAD, VERSION, Called, UnitReads, Units, bare, tensors_in
@@ -332,6 +332,10 @@ class Engine:
         if not self.executor.outside(group):
             raise Mispredicted(f"code outside of units depends on group {self.plan.groups[group].name}")
         self._collect(group, numbers, leaves)
+
+    def leaf(self, path: str) -> Tensor:
+        """Refuse code outside of units that reads a leaf for which a proxy stands."""
+        raise foreign_params() if self.executor is None else Mispredicted(f"code outside of units reads {path}")
 
     def _again(self, called: Called, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         # Activation checkpointing around units calls them again inside of the backward.

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from fshard.errors import written_outside
 from fshard.model.leaves import LeafOrder
-from fshard.model.unit import slot_of
+from fshard.model.unit import Slot, slot_of
 from fshard.runtime.engine.proxies import Proxy, make_proxy
 from fshard.runtime.memory import Slots
 from fshard.sharding.plan import Plan
@@ -66,5 +66,6 @@ class Parameters:
             for leaf, tensor in zip(slots.group.leaves, slots.leaves, strict=True):
                 slot = slot_of(tensor)
                 if slot is not None and slots.group.id in self.guarded:
-                    found[leaf.path] = make_proxy(slot, tensor, leaf.compute_shape)
+                    own = Slot(slot.engine, slot.path, slot.casting, slot.shape)
+                    found[leaf.path] = make_proxy(own, tensor, leaf.compute_shape, tensor.dtype, tensor.device)
         return found

@@ -1,12 +1,12 @@
-"""Handles: what stands in the parameter tree for leaves that only units may read.
+"""Proxies: what stands in the parameter tree for leaves that only units may read.
 
 A schedule gathers a group for the units that read it. Were code outside of units given the slot leaf itself, it could
-read memory that holds another group, or that an update has not reached yet, and nobody would know. A handle knows its
+read memory that holds another group, or that an update has not reached yet, and nobody would know. A proxy knows its
 shape and nothing else: units get the slot leaf in its place, and any other use gives the step up and has it run again
-on demand.
+on demand. Transforms have engines of their own, which give code outside of units the leaf.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from torch import Tensor
 from fshard import tree
 from fshard.errors import UnitError
 from fshard.model.unit import Slot, attach, slot_of
-from fshard.torch_internals import DisableTorchFunctionSubclass
+from fshard.torch_internals import DisableFuncTorch, DisableTorchFunctionSubclass, disable_current_modes
 
 
 class Mispredicted(Exception):  # noqa: N818 - not an error: the step runs again
@@ -33,7 +33,7 @@ METADATA = frozenset(
         *(Tensor.is_floating_point, Tensor.is_complex, Tensor.element_size, Tensor.__len__, Tensor.__hash__),
     )
 )
-"""What may be asked of a handle: nothing that depends on values."""
+"""What may be asked of a proxy: nothing that depends on values."""
 
 PLACE: dict[Any, Callable[[torch.device], Any]] = {
     _getter("device"): lambda device: device,
@@ -46,38 +46,46 @@ PLACE: dict[Any, Callable[[torch.device], Any]] = {
 
 
 class Proxy(Tensor):
-    """A leaf as code outside of units sees it: of the right shape, and without values."""
+    """A leaf as code outside of units sees it: of the right shape, and without values.
+
+    Where it is read, the engine gives the leaf, or refuses.
+    """
 
     lies_on: torch.device
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Answer questions of shape and place; refuse everything else."""
+        """Answer questions of shape and place; for all else, replace proxies by leaves."""
         if func in PLACE:
             return PLACE[func](args[0].lies_on)
         if func in METADATA:
             with DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
-        if any(isinstance(x, Proxy) and not _running(x) for x in tree.leaves((args, kwargs or {}))):
-            raise foreign_params()
-        raise Mispredicted("code outside of units reads a parameter that the schedule keeps for units alone")
+        args, kwargs = tree.mapped(opened, (args, kwargs or {}))
+        return func(*args, **kwargs)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         slot: Slot = self._fshard_slot  # type: ignore[attr-defined]
         return f"<parameter {slot.path}: {list(self.shape)}, gathered where its unit runs>"
 
 
-def _running(handle: Proxy) -> bool:
-    return getattr(slot_of(handle), "engine").executor is not None  # noqa: B009 - the protocol has no such attribute
+def opened(value: Any) -> Any:
+    """The leaf behind a proxy, of its engine; other values as they are."""
+    slot = slot_of(value) if isinstance(value, Proxy) else None
+    if slot is None:
+        return value
+    leaf: Tensor = slot.engine.leaf(slot.path)  # type: ignore[attr-defined]
+    return leaf.detach() if slot.stopped else leaf
 
 
-def make_proxy(slot: Slot, like: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """The handle of a leaf with this shape, and ``like``'s dtype, device and gradient."""
-    empty = torch.empty(shape, dtype=like.dtype, device="meta")
-    handle: Proxy = Tensor._make_subclass(Proxy, empty, like.requires_grad)
-    handle.lies_on = like.device
-    attach(handle, Slot(slot.engine, slot.path, slot.casting, slot.shape))
-    return handle
+def make_proxy(slot: Slot, like: Tensor, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """A proxy with this slot, and the gradient of another tensor."""
+    with DisableFuncTorch(), disable_current_modes():  # a trace would make a fake tensor
+        empty = torch.empty(shape, dtype=dtype, device="meta")
+        proxy: Proxy = Tensor._make_subclass(Proxy, empty, like.requires_grad)
+    proxy.lies_on = device
+    attach(proxy, slot)
+    return proxy
 
 
 def foreign_params() -> UnitError:
