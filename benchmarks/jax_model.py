@@ -158,3 +158,18 @@ def make_step(form: Form, mesh: Mesh, hyper: Mapping[str, Any], specs: Mapping[s
         return (params, first, second, count), loss
 
     return jax.jit(step, donate_argnums=0)
+
+
+def make_product(form: Form, mesh: Mesh, specs: Mapping[str, PartitionSpec], backward: bool) -> Any:
+    """``product(params, v, rows)``, compiled: the Hessian times ``v``, sharded as the parameters are.
+
+    It is the derivative of the gradient along ``v``; *backward*: the gradient of the derivative along ``v``.
+    """
+    loss_fn = make_loss(form, mesh)
+
+    def product(params: Params, v: Params, rows: jax.Array) -> Params:
+        if backward:
+            return jax.grad(lambda p: jax.jvp(lambda q: loss_fn(q, rows), (p,), (v,))[1])(params)
+        return jax.jvp(lambda p: jax.grad(loss_fn)(p, rows), (params,), (v,))[1]
+
+    return jax.jit(product, out_shardings={name: NamedSharding(mesh, where) for name, where in specs.items()})

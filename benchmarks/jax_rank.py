@@ -1,6 +1,6 @@
 """One rank of JAX: the GPT of ``jax_model.py`` on all ranks, stepped when a line on standard input says so.
 
-Started by ``jax_fsdp.py`` and ``gpu.py``, which write the start weights and the rows to a file first, so that this
+Started by ``jax_fsdp.py``, ``jax_products.py`` and ``gpu.py``, which write the start weights and the rows to a file first, so that this
 process needs no PyTorch. See ``turns.py`` for the lines.
 """
 
@@ -16,8 +16,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from jax_model import AXIS, Form, init, make_step, spec, stack
+from jax_model import AXIS, Form, init, make_product, make_step, spec, stack
 from turns import answering, serve
+
+
+PRODUCTS = ("jax", "jax backward")
+"""Hessian-vector products, by name."""
 
 
 class Rank:
@@ -41,26 +45,46 @@ class Rank:
         params = {name: self._place(np.asarray(leaf).astype(dtype), specs[name]) for name, leaf in leaves.items()}
         self.state = init(params)
         self.train = make_step(form, self.mesh, json.loads(args.hyper), specs)
-        self.meet = jax.jit(jnp.sum, out_shardings=NamedSharding(self.mesh, PartitionSpec()))
+        if vector := {name.removeprefix("v:"): given[name] for name in given.files if name.startswith("v:")}:
+            self.v = {name: self._place(leaf, specs[name]) for name, leaf in vector.items()}
+            self.products = {name: make_product(form, self.mesh, specs, name == "jax backward") for name in PRODUCTS}
+        whole = NamedSharding(self.mesh, PartitionSpec())
+        self.meet, self.gather = jax.jit(jnp.sum, out_shardings=whole), jax.jit(lambda x: x, out_shardings=whole)
         self.ones = self._place(np.ones(self.ranks, np.float32), PartitionSpec(AXIS))
 
     def step(self, number: int) -> dict[str, float]:
         """One step on the batch of this number: begin together, end when all of this rank's results are there."""
-        batch = jax.make_array_from_process_local_data(
-            NamedSharding(self.mesh, PartitionSpec(AXIS)), self.rows[number, self.rank]
-        )
+        batch = self._batch(number)
         self.meet(self.ones).block_until_ready()
         wall, cpu = time.perf_counter(), time.process_time()
         self.state, loss = jax.block_until_ready(self.train(self.state, batch))
         wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
         return {"wall": wall, "cpu": cpu, "loss": float(loss)}
 
+    def product(self, name: str, number: int) -> dict[str, float]:
+        """One Hessian-vector product on the batch of this number, timed as a step; it has no loss."""
+        batch = self._batch(number)
+        self.meet(self.ones).block_until_ready()
+        wall, cpu = time.perf_counter(), time.process_time()
+        self.found = jax.block_until_ready(self.products[name](self.state[0], self.v, batch))
+        return {"wall": time.perf_counter() - wall, "cpu": time.process_time() - cpu, "loss": 0.0}
+
+    def answer(self, word: str, number: int) -> dict[str, float]:
+        """A step; a product; or the last product written to a file: ``write PATH``."""
+        if not word.startswith("write "):
+            return self.product(word, number) if hasattr(self, "v") else self.step(number)
+        whole = {name: np.asarray(self.gather(leaf)) for name, leaf in self.found.items()}
+        if self.rank == 0:
+            np.savez(word.removeprefix("write "), **whole)
+        return {"wall": 0.0, "cpu": 0.0, "loss": 0.0}
+
     def text(self) -> str:
         """The compiled step."""
-        batch = jax.make_array_from_process_local_data(
-            NamedSharding(self.mesh, PartitionSpec(AXIS)), self.rows[0, self.rank]
-        )
-        return str(self.train.lower(self.state, batch).compile().as_text())
+        return str(self.train.lower(self.state, self._batch(0)).compile().as_text())
+
+    def _batch(self, number: int) -> jax.Array:
+        spread = NamedSharding(self.mesh, PartitionSpec(AXIS))
+        return jax.make_array_from_process_local_data(spread, self.rows[number, self.rank])
 
     def _place(self, leaf: Any, where: PartitionSpec) -> jax.Array:
         return jax.make_array_from_callback(leaf.shape, NamedSharding(self.mesh, where), lambda index: leaf[index])
@@ -91,7 +115,7 @@ def main() -> int:
         text = rank.text()
         if args.rank == 0:
             args.hlo.write_text(text)
-    serve(lambda name, number: rank.step(number), answers)
+    serve(rank.answer, answers)
     return 0
 
 
