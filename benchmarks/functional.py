@@ -4,8 +4,9 @@ Products are those of ``fs.func.hvp``, on a schedule, and, as *torch.func*, of `
 
 The claim: the memory of one rank falls as ranks are added, below what the whole batch takes in one process. Time is
 told: a rank's products against the same compute of its rows alone, unsharded and without communication, in turns. A
-sum of clipped gradients is told against the plain gradient on the same plan, its time and its memory. On links of 1
-Gbit/s, where the lab can be built, products stand beside the larger of compute and bytes.
+sum of clipped gradients is told against the plain gradient on the same plan, its time and its memory; sixteen samples
+of the trace of the Hessian against one, their time and their gathers. On links of 1 Gbit/s, where the lab can be built,
+products stand beside the larger of compute and bytes. Products of a GPT stand beside JAX's (see jax_products.py).
 
 Memory is what the C allocator has handed out at the peak of a call, above what was there before there was a model, on
 rank 0 (see memory.py). *reshard* gathers units for each pass; the others gather once, and hold what they gathered.
@@ -23,6 +24,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import jax_products
 import lab
 import torch
 import torch.distributed as dist
@@ -35,6 +37,7 @@ from fshard import tree
 
 RANKS = (1, 2, 4)
 TOLERANCE, CLIP = 1e-4, 0.01
+SAMPLES = 16
 RATE, LINK = "1gbit", 125e6
 """The links of the lab, and their bytes a second."""
 
@@ -76,6 +79,8 @@ class Sharded:
         self.clips = fs.func.clipped_grad(loss, self.plan, CLIP, reshard=reshard)
         self.slopes = fs.value_and_grad(loss, self.plan, schedule=fs.Policy(reshard=reshard))
         self.product = fs.func.hvp(loss, self.plan, reshard=reshard)
+        self.probes = {n: fs.func.hessian_trace_samples(loss, self.plan, n) for n in (1, SAMPLES)}
+        self.key = fs.random.key(0)
         self.f = fs.func.sharded_loss(loss, self.plan, reshard=reshard)
 
     def hvp(self, x: Tensor) -> Any:
@@ -98,6 +103,16 @@ class Sharded:
     def gradient(self, x: Tensor) -> Any:
         """The gradient, without clipping."""
         return self.slopes(self.params, x)
+
+    def traces(self, x: Tensor, samples: int) -> Tensor:
+        """Samples of the trace of the Hessian."""
+        return self.probes[samples](self.params, x, self.key)
+
+    def gathers(self, samples: int) -> int:
+        """The gathers of the latest call of ``traces``."""
+        probes = self.probes[samples]
+        runs = -(-samples // probes.together)
+        return runs * [op.kind for op in probes.schedule].count("all_gather")
 
     def seconds(self, x: Tensor, rate: float) -> float:
         """The time that the bytes of a product take on a link, in bytes a second."""
@@ -260,6 +275,8 @@ def work(args: argparse.Namespace) -> int:
                 "plain hvp": lambda: plain.hvp(mine),
                 "clipped": lambda: kept.clipped(mine),
                 "gradient": lambda: kept.gradient(mine),
+                "one sample of the trace": lambda: kept.traces(mine, 1),
+                f"{SAMPLES} samples of the trace": lambda: kept.traces(mine, SAMPLES),
                 "per sample": lambda: ours.per_sample(mine),
                 "plain per sample": lambda: plain.per_sample(mine),
             }
@@ -270,6 +287,7 @@ def work(args: argparse.Namespace) -> int:
                     if number >= 0:
                         times[name].append(taken)
             found["times"] = times
+            found["gathers"] = [kept.gathers(n) for n in (1, SAMPLES)]
             found["bytes"] = {"hvp": kept.seconds(mine, LINK), "hvp reshard": ours.seconds(mine, LINK)}
         if mesh.rank == 0:
             args.out.write_text(json.dumps(found))
@@ -292,11 +310,17 @@ def measure(args: argparse.Namespace) -> int:
         ratio("2 ranks: per sample / its compute alone", "wall", times["per sample"], times["plain per sample"])
     )
     report.rows.append(ratio("2 ranks: clipped / gradient", "wall", times["clipped"], times["gradient"], target=1.6))
+    one, many = times["one sample of the trace"], times[f"{SAMPLES} samples of the trace"]
+    report.rows.append(ratio(f"2 ranks: {SAMPLES} samples of the trace / one", "wall", many, one, target=8))
+    alone, together = found[2]["gathers"]
+    report.rows.append(Row(f"2 ranks: {SAMPLES} samples of the trace / one", "gathers", together / alone, target=8))
     if opacus := found[1].get("opacus"):
         report.rows.append(ratio("1 rank: clipped / Opacus", "cpu", opacus["clipped"], opacus["opacus"], target=1.0))
     else:
         report.notes.append("no Opacus: pip install 'fshard[bench-opacus]'")
     slow_links(report, {**options, "rounds": rounds})
+    for n in RANKS[1:2] if args.quick else RANKS[1:]:
+        jax_products.add_rows(report, n, rounds)
     for name, values in times.items():
         report.rows.append(middle(f"2 ranks: {name}", "ms", [1000 * value for value in values], strict=False))
     report.medians = {name: statistics.median(values) for name, values in times.items()}
