@@ -1,8 +1,8 @@
 """Hessian-vector products of the GPT of 25 MB beside JAX's, sharded by ``NamedSharding`` over as many processes.
 
-Same weights, same vector, same rows: every leaf of the product is compared before anything is timed. The processes take
-turns as in ``jax_fsdp.py``. JAX's product is ``jvp`` of ``grad``, as its documentation has it; *backward* is ``grad`` of
-``jvp``, as fshard differentiates. Started as a script, this file is one rank of fshard.
+Same weights, same vector, same rows: every leaf of the product is compared before anything is timed. The processes
+take turns as in ``jax_fsdp.py``. JAX's product is ``jvp`` of ``grad``, as its documentation has it; *backward* is
+``grad`` of ``jvp``, as fshard differentiates. Started as a script, this file is one rank of fshard.
 """
 
 import argparse
@@ -93,7 +93,10 @@ def check(families: dict[str, Family], folder: Path) -> float:
         for leaf, values in want.items():
             error = float(abs(found[leaf] - values).max() / abs(values).max())
             if not error <= TOLERANCE:
-                raise SystemExit(f"{name} finds another product than {next(iter(families))}: {leaf}, off by {error}")
+                first = next(iter(families))
+                raise SystemExit(
+                    f"{name} finds another product than {first}: {leaf} differs by {error:.1e} of its largest"
+                )
             worst = max(worst, error)
     return worst
 

@@ -1,7 +1,7 @@
 """One rank of JAX: the GPT of ``jax_model.py`` on all ranks, stepped when a line on standard input says so.
 
-Started by ``jax_fsdp.py``, ``jax_products.py`` and ``gpu.py``, which write the start weights and the rows to a file first, so that this
-process needs no PyTorch. See ``turns.py`` for the lines.
+Started by ``jax_fsdp.py``, ``jax_products.py`` and ``gpu.py``, which write the start weights and the rows to a file
+first, so that this process needs no PyTorch. See ``turns.py`` for the lines.
 """
 
 import argparse
@@ -18,7 +18,6 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax_model import AXIS, Form, init, make_product, make_step, spec, stack
 from turns import answering, serve
-
 
 PRODUCTS = ("jax", "jax backward")
 """Hessian-vector products, by name."""

@@ -12,6 +12,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy
 import pytest
 import torch
 
@@ -25,6 +26,7 @@ NAMES = (
     "turns",
     "peers",
     "jax_fsdp",
+    "jax_products",
     "balance",
     "hsdp",
     "pipeline_peers",
@@ -114,6 +116,35 @@ def test_a_peer_that_is_not_there_leaves_a_note(bench: Any) -> None:
     notes: list[str] = []
     assert bench.peers.select(["eager", "nosuch"], notes) == ["eager"]
     assert len(notes) == 1 and notes[0].startswith("nosuch: skipped: there is no such peer; known: eager, ")
+
+
+class Writes:
+    """In the place of processes: writes its product when it is told."""
+
+    def __init__(self, product: list[float]) -> None:
+        self.product = product
+
+    def step(self, name: str, number: int) -> None:
+        """Obey."""
+        if name.startswith("write "):
+            numpy.savez(name.removeprefix("write "), w=numpy.array(self.product))
+
+
+def test_products_are_compared_before_they_are_timed(bench: Any, tmp_path: Path) -> None:
+    near, far = Writes([1.0, 100.01]), Writes([1.0, 101.0])
+    worst = bench.jax_products.check({"hvp": Writes([1.0, 100.0]), "jax": near}, tmp_path)
+    assert worst == pytest.approx(1e-4)
+    with pytest.raises(SystemExit, match="jax finds another product than hvp: w differs by 1.0e-02 of its largest"):
+        bench.jax_products.check({"hvp": Writes([1.0, 100.0]), "jax": far}, tmp_path)
+    with pytest.raises(SystemExit, match="jax finds another product"):
+        bench.jax_products.check({"hvp": Writes([1.0, 100.0]), "jax": Writes([1.0, float("nan")])}, tmp_path)
+
+
+def test_products_without_jax_leave_a_row(bench: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench.jax_fsdp, "obstacle", lambda: "no JAX")
+    report = bench.common.Report("thing", "A claim.", {})
+    bench.jax_products.add_rows(report, 2, 1)
+    assert [(row.case, row.value, row.verdict) for row in report.rows] == [("2 ranks: hvp / jax, GPT", None, "no JAX")]
 
 
 def test_a_process_that_dies_ends_the_turns(bench: Any) -> None:
