@@ -12,7 +12,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import numpy
 import pytest
 import torch
 
@@ -121,23 +120,24 @@ def test_a_peer_that_is_not_there_leaves_a_note(bench: Any) -> None:
 class Writes:
     """In the place of processes: writes its product when it is told."""
 
-    def __init__(self, product: list[float]) -> None:
-        self.product = product
+    def __init__(self, numpy: Any, product: list[float]) -> None:
+        self.numpy, self.product = numpy, product
 
     def step(self, name: str, number: int) -> None:
         """Obey."""
         if name.startswith("write "):
-            numpy.savez(name.removeprefix("write "), w=numpy.array(self.product))
+            self.numpy.savez(name.removeprefix("write "), w=self.numpy.array(self.product))
 
 
 def test_products_are_compared_before_they_are_timed(bench: Any, tmp_path: Path) -> None:
-    near, far = Writes([1.0, 100.01]), Writes([1.0, 101.0])
-    worst = bench.jax_products.check({"hvp": Writes([1.0, 100.0]), "jax": near}, tmp_path)
-    assert worst == pytest.approx(1e-4)
+    first, near, far, lost = (
+        Writes(bench.jax_products.np, [1.0, last]) for last in (100.0, 100.01, 101.0, float("nan"))
+    )
+    assert bench.jax_products.check({"hvp": first, "jax": near}, tmp_path) == pytest.approx(1e-4)
     with pytest.raises(SystemExit, match="jax finds another product than hvp: w differs by 1.0e-02 of its largest"):
-        bench.jax_products.check({"hvp": Writes([1.0, 100.0]), "jax": far}, tmp_path)
-    with pytest.raises(SystemExit, match="jax finds another product"):
-        bench.jax_products.check({"hvp": Writes([1.0, 100.0]), "jax": Writes([1.0, float("nan")])}, tmp_path)
+        bench.jax_products.check({"hvp": first, "jax": far}, tmp_path)
+    with pytest.raises(SystemExit, match="jax finds another product than hvp"):
+        bench.jax_products.check({"hvp": first, "jax": lost}, tmp_path)
 
 
 def test_products_without_jax_leave_a_row(bench: Any, monkeypatch: pytest.MonkeyPatch) -> None:
