@@ -101,6 +101,28 @@ class EmbeddingRows(torch.autograd.Function):
         return None, None, None, None
 
 
+class WithoutPadding(torch.autograd.Function):
+    """An embedding's output, whose gradient is zero where an index is that of padding."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(out: Tensor, padded: Tensor) -> Tensor:
+        return out.clone()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
+        ctx.save_for_backward(inputs[1])
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return grad.masked_fill(ctx.saved_tensors[0], 0.0), None
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: Tensor, _: None) -> Tensor:
+        return tangent.clone()
+
+
 class NormRows(torch.autograd.Function):
     """A layer norm of the inputs of all samples."""
 
@@ -170,7 +192,7 @@ class CaughtLayers(TorchFunctionMode):
             if found is not None:
                 return found
         try:
-            return func(*args, **kwargs)
+            return (_padded_embedding if func is functional.embedding else func)(*args, **kwargs)
         except RuntimeError as error:
             if RANDOM not in str(error):
                 raise
@@ -213,14 +235,14 @@ def _random(func: Any, unit: str) -> TransformError:
 
 def _linear(mode: CaughtLayers, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor | None:
     found, beside = mode.matrix(weight), mode.leaf(bias)
-    if found is None:
+    if found is None or (bias is not None and bias.shape != weight.shape[:1]):
         return None
     uses = Uses(mode.tape, mode.place, found.path, beside.path if beside else None)
     out = mode.run(LinearRows, input, found.leaf, beside.leaf if beside else None, found.turned, uses)
     return out if bias is None or beside else out + bias
 
 
-def _matmul(mode: CaughtLayers, input: Tensor, other: Any, **options: Any) -> Tensor | None:
+def _matmul(mode: CaughtLayers, input: Tensor, other: Any = None, **options: Any) -> Tensor | None:
     found = mode.matrix(other)
     if found is None or options or not isinstance(input, Tensor) or input.ndim == 0:
         return None
@@ -258,6 +280,17 @@ def _embedding(
     return mode.run(EmbeddingRows, input, found.leaf, padding, Uses(mode.tape, mode.place, found.path))
 
 
+def _padded_embedding(
+    input: Tensor, weight: Tensor, padding_idx: int | None = None, *args: Any, **kwargs: Any
+) -> Tensor:
+    """``F.embedding`` without a rule. Of a weight for each sample, PyTorch's rule for ``vmap`` forgets the padding."""
+    out = functional.embedding(input, weight, None, *args, **kwargs)
+    if padding_idx is None:
+        return out
+    masked: Tensor = WithoutPadding.apply(out, (input == padding_idx % len(weight)).unsqueeze(-1))  # type: ignore[no-untyped-call]
+    return masked
+
+
 def _layer_norm(
     mode: CaughtLayers,
     input: Tensor,
@@ -285,15 +318,19 @@ def _attention(
     enable_gqa: bool = False,
 ) -> Tensor | None:
     """Attention has no rule for ``vmap``, and needs none: its first dims are batches."""
-    shared = attn_mask is None or (not functorch.is_batchedtensor(attn_mask) and attn_mask.ndim == 2)
-    if dropout_p or not shared or not query.ndim == key.ndim == value.ndim == 4:
+    mask, count = attn_mask, len(query)
+    if dropout_p or not query.ndim == key.ndim == value.ndim == 4 or not count == len(key) == len(value):
         return None
     given = [mode.rows(x) for x in (query, key, value)]
+    if mask is not None and (functorch.is_batchedtensor(mask) or (mask.ndim == 4 and len(mask) > 1)):
+        mask = mode.rows(mask.reshape((1,) * (4 - mask.ndim) + mask.shape).expand(count, -1, -1, -1))
+        given.append(mask)
     with below_transforms(mode.level - 1):
         flat = [x.flatten(0, 1) for x in given]
+        mask = mask if len(flat) == 3 else flat.pop()
         attend: Any = functional.scaled_dot_product_attention
-        out = attend(*flat, attn_mask=attn_mask, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa)
-        found: Tensor = out.unflatten(0, given[0].shape[:2])
+        out = attend(*flat, attn_mask=mask, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa)
+    found: Tensor = out.unflatten(0, given[0].shape[:2])
     return batched(found, mode.level)
 
 
@@ -317,6 +354,8 @@ def _heads(mode: CaughtLayers, *args: Any, **kwargs: Any) -> tuple[Tensor, None]
     call.apply_defaults()
     given = call.arguments
     x, mask, weight = given["query"], given["attn_mask"], given["in_proj_weight"]
+    if mask is not None and not mask.is_floating_point():  # True is for what is left out, and for what counts in sdpa
+        mask = torch.zeros(mask.shape, dtype=x.dtype, device=x.device).masked_fill(mask, -torch.inf)
     plain = all([given[name] is value for name, value in PLAIN.items()]) and not (
         given["dropout_p"] and given["training"]
     )
