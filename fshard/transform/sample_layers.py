@@ -139,13 +139,18 @@ class NormRows(torch.autograd.Function):
         x, weight, bias, mean, rstd = ctx.saved_tensors
         within = tuple(range(1, x.ndim - weight.ndim))
         slopes = grad * ((x - mean) * rstd)
-        ctx.uses.hold(slopes.sum(within) if within else slopes)
+        ctx.uses.hold((slopes.sum(within) if within else slopes).to(weight.dtype))
         ctx.uses.hold_bias(grad, within)
         back: Any = None
         if ctx.needs_input_grad[0]:
             wanted = [True, False, False]
             back = torch.ops.aten.native_layer_norm_backward(grad, x, weight.shape, mean, rstd, weight, bias, wanted)[0]
         return back, None, None, None, None
+
+
+def _read(x: Tensor) -> Tensor:
+    """The values of a leaf as code outside of units has it; other tensors as they are."""
+    return x if type(x) is Tensor else x.view_as(x)
 
 
 def _alone(rows: Tensor, shape: Sequence[int]) -> Tensor:
@@ -210,7 +215,7 @@ class CaughtLayers(TorchFunctionMode):
 
     def rows(self, x: Tensor) -> Tensor:
         """A value of all samples, ``(rows, ...)``."""
-        x = x if type(x) is Tensor else x.view_as(x)  # a leaf as code outside of units has it is read
+        x = _read(x)
         if not functorch.is_batchedtensor(x):
             return x.expand(self.tape.rows, *x.shape)
         rows: Tensor = functorch.get_unwrapped(x).movedim(functorch.maybe_get_bdim(x), 0)
@@ -318,7 +323,7 @@ def _attention(
     enable_gqa: bool = False,
 ) -> Tensor | None:
     """Attention has no rule for ``vmap``, and needs none: its first dims are batches."""
-    mask, count = attn_mask, len(query)
+    mask, count = None if attn_mask is None else _read(attn_mask), len(query)
     if dropout_p or not query.ndim == key.ndim == value.ndim == 4 or not count == len(key) == len(value):
         return None
     given = [mode.rows(x) for x in (query, key, value)]
