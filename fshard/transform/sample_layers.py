@@ -353,14 +353,20 @@ PLAIN = {
 """The options with which ``nn.MultiheadAttention`` is two linear layers around attention."""
 
 
+def _added(mask: Tensor | None, x: Tensor) -> Tensor | None:
+    """A mask as what is added to scores. One of bools is True where a position is left out."""
+    if mask is None or mask.is_floating_point():
+        return mask
+    return torch.zeros(mask.shape, dtype=x.dtype, device=x.device).masked_fill(mask, -torch.inf)
+
+
 def _heads(mode: CaughtLayers, *args: Any, **kwargs: Any) -> tuple[Tensor, None] | None:
     """Self-attention of ``nn.MultiheadAttention``."""
     call = HEADS.bind(*args, **kwargs)
     call.apply_defaults()
     given = call.arguments
-    x, mask, weight = given["query"], given["attn_mask"], given["in_proj_weight"]
-    if mask is not None and not mask.is_floating_point():  # True is for what is left out, and for what counts in sdpa
-        mask = torch.zeros(mask.shape, dtype=x.dtype, device=x.device).masked_fill(mask, -torch.inf)
+    x, weight = given["query"], given["in_proj_weight"]
+    mask = _added(given["attn_mask"], x)
     plain = all([given[name] is value for name, value in PLAIN.items()]) and not (
         given["dropout_p"] and given["training"]
     )
