@@ -1,7 +1,8 @@
 """Training in float8: held-out losses of the GPT of examples, with products in float8 and in bfloat16, over seeds.
 
-The claim: the mean over seeds of the held-out loss in float8 is at most 1.01 of that in bfloat16. Both start from the
-same parameters and read the same rows, on one process. Nothing is timed: CPUs have no fast products in float8.
+The claim: the held-out loss in float8, from each seed, differs from that in bfloat16 by less than losses in bfloat16
+differ between seeds; and so does that of torchao's recipe "rowwise", which is emulated. All start from the same
+parameters and read the same rows, on one process. Nothing is timed: CPUs have no fast products in float8.
 """
 
 import argparse
@@ -16,13 +17,54 @@ from common import HERE, Report, Row, arguments
 from torch import Tensor, nn
 
 import fshard as fs
+from fshard.model.float8 import FLOAT8, LARGEST
 
 sys.path.insert(0, str(HERE.parent / "examples"))
 
 BF16 = fs.Precision(torch.bfloat16, inputs=True)
-KINDS = {"bf16": BF16, "float8": fs.Precision(torch.bfloat16, inputs=True, products="float8_rowwise")}
-SIZES = {"depth": 4, "width": 128}
-ROWS, CONTEXT = 16, 96
+FLOAT8_ROWS = fs.Precision(torch.bfloat16, inputs=True, products="float8_rowwise")
+KINDS = {"bf16": BF16, "float8": FLOAT8_ROWS, "torchao's recipe": BF16}
+SIZES = {"depth": 2, "width": 64}
+ROWS, CONTEXT = 4, 64
+
+
+def cast(x: Tensor) -> tuple[Tensor, Tensor]:
+    """The rows of a matrix in float8, and their scales, which are powers of two."""
+    wide = x.to(torch.float32)
+    factor = (LARGEST / wide.abs().amax(1, keepdim=True).double().clamp(min=1e-12)).float()
+    factor = torch.exp2(torch.floor(torch.log2(factor)))
+    return (wide * factor).clamp(-LARGEST, LARGEST).to(FLOAT8), factor.reciprocal()
+
+
+def product(a: Tensor, b: Tensor) -> Tensor:
+    """``a @ b.T``, with both rounded by rows."""
+    (left, by_left), (right, by_right) = cast(a), cast(b)
+    return torch._scaled_mm(left, right.t(), by_left, by_right.t(), out_dtype=torch.bfloat16)
+
+
+class Recipe(torch.autograd.Function):
+    """A linear layer after torchao's recipe "rowwise": each of its three products rounds both factors anew."""
+
+    @staticmethod
+    def forward(x: Tensor, weight: Tensor) -> Tensor:
+        return product(x.flatten(0, -2), weight).view(*x.shape[:-1], len(weight))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Tensor) -> None:
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        x, weight = ctx.saved_tensors
+        flat = grad.flatten(0, -2)
+        return product(flat, weight.t()).view(x.shape), product(flat.t(), x.flatten(0, -2).t())
+
+
+class RecipeLinear(nn.Linear):
+    """A layer whose products are those of the recipe."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return Recipe.apply(x, self.weight)
 
 
 def windows() -> tuple[Tensor, Tensor]:
@@ -39,7 +81,12 @@ def trained(kind: str, seed: int, steps: int) -> tuple[float, float]:
     seen, unseen = windows()
     mesh = fs.make_mesh((-1,), ("data",))
     with fs.empty_weights():
-        model = fs.split(GPT(**SIZES), units=("blocks.*",))
+        module = GPT(**SIZES)
+        for layer in [
+            each for each in module.modules() if isinstance(each, nn.Linear) and kind not in ("bf16", "float8")
+        ]:
+            layer.__class__ = RecipeLinear
+        model = fs.split(module, units=("blocks.*",))
     plan = fs.make_plan(model, mesh, [(r".*", fs.fsdp("data"))], precision=KINDS[kind])
     rate = fs.optim.schedules.warmup_cosine(2e-3, warmup=steps // 10, total=steps)
     opt = fs.optim.adamw(rate, betas=(0.9, 0.95), weight_decay=0.1, decay=fs.optim.matrices)
@@ -70,18 +117,24 @@ def measure(args: argparse.Namespace) -> int:
             found[kind].append(held_out)
             report.rows.append(Row(f"{kind}, seed {seed}, last tenth of the steps", "nats", last))
             report.rows.append(Row(f"{kind}, seed {seed}, held out", "nats", held_out))
-    means = {kind: statistics.mean(losses) for kind, losses in found.items()}
-    report.rows.append(Row("float8 / bf16, held out", "loss", means["float8"] / means["bf16"], target=1.01))
-    spread = (max(found["bf16"]) - min(found["bf16"])) / means["bf16"]
-    report.rows.append(Row("spread of bf16 over seeds, relative", "loss", spread))
-    report.notes.append("one CPU process; not run on a GPU, and not compared with torchao")
+    bf16 = found["bf16"]
+    spread = max(bf16) - min(bf16)
+    report.rows.append(Row("spread of bf16 over seeds, held out", "nats", spread))
+    for kind in [kind for kind in KINDS if kind != "bf16"]:
+        apart = max(abs(one - other) for one, other in zip(found[kind], bf16, strict=True))
+        report.rows.append(Row(f"{kind} from bf16, most of all seeds / spread", "loss", apart / spread, target=1.0))
+        mean = statistics.mean(found[kind]) / statistics.mean(bf16)
+        report.rows.append(Row(f"{kind} / bf16, means held out", "loss", mean, target=1.01))
+    report.notes.append(
+        "one CPU process; not run on a GPU. torchao's recipe is written from its description, and is not its code"
+    )
     return report.finish(args)
 
 
 def options(cli: argparse.ArgumentParser) -> None:
     """How long, and from how many starts."""
-    cli.add_argument("--steps", type=int, default=300, help="steps of each run")
-    cli.add_argument("--seeds", type=int, default=2, help="starts")
+    cli.add_argument("--steps", type=int, default=2000, help="steps of each run")
+    cli.add_argument("--seeds", type=int, default=3, help="starts")
 
 
 if __name__ == "__main__":

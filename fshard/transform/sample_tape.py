@@ -90,7 +90,7 @@ class SampleTape:
         else:
             self.hold(place, path, part.held(leaf))
 
-    def norms(self, shapes: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
+    def norms(self, shapes: Mapping[str, Tensor], dtype: torch.dtype, device: torch.device) -> Tensor:
         """The norm of each sample's gradient over all leaves, ``(rows,)``, given a tensor like each leaf."""
         found = []
         for path, leaf in shapes.items():
@@ -103,7 +103,7 @@ class SampleTape:
                 found.append(whole.reshape(len(whole), -1).to(dtype).square().sum(1))
             if parts:
                 found.append(_squares(parts, leaf, dtype))
-        return torch.stack(found).sum(0).sqrt() if found else torch.zeros(self.rows, dtype=dtype)
+        return torch.stack(found).sum(0).sqrt() if found else torch.zeros(self.rows, dtype=dtype, device=device)
 
     def summed(self, place: Place, shapes: Mapping[str, Tensor], factor: Tensor) -> Flat:
         """The sum of what a call has left of the samples' gradients, each times its factor. It is left out then."""

@@ -82,7 +82,7 @@ class ScheduledSamples(ScheduledFunction):
         dtype = functools.reduce(
             torch.promote_types, [self.plan.leaves[path].dtype for path in self.shapes], torch.float32
         )
-        self.norms.append(self.tape.norms(self.shapes, dtype))
+        self.norms.append(self.tape.norms(self.shapes, dtype, self.plan.mesh.device))
         assert self.tool.clip_norm is not None
         return clipping(self.norms[-1], self.tool.clip_norm)
 
@@ -266,7 +266,7 @@ class ClippedGradient(SampleTool):
         norms = []
         for part in _cut(batch, self.microbatch):
             tape = self._taped({**fixed, **whole}, list(whole), part)
-            norms.append(tape.norms(whole, dtype))
+            norms.append(tape.norms(whole, dtype, self.plan.mesh.device))
             for place in tape.places:
                 for path, g in tape.summed(place, whole, clipping(norms[-1], self.clip_norm)).items():
                     total[path] = total[path] + g

@@ -44,7 +44,7 @@ def test_options_that_cannot_be_get_the_same_errors(name: str) -> None:
         make(plan, debug=1)
     if name != "train":
         for early in (fs.Policy(update="in_backward"), fs.Auto(update="in_backward")):
-            with pytest.raises(PlanError, match="only fs.make_train_step can update in the backward"):
+            with pytest.raises(PlanError, match="only fs.make_train_step can have update='in_backward'"):
                 make(plan, schedule=early)
     if name != "parts":
         with pytest.raises(PlanError, match="compile='xla' must be None, 'fx' or 'inductor'"):

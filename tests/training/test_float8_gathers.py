@@ -73,8 +73,8 @@ def test_rows_arrive_where_units_read_them(monkeypatch: pytest.MonkeyPatch) -> N
     seen: list[tuple[int, Tensor, int]] = []
     inner = actions.rows_gathered
 
-    def watched(comm: Any, full: Tensor, shard: Tensor, numel: int, after: Any) -> Any:
-        handle = inner(comm, full, shard, numel, after)
+    def watched(comm: Any, full: Tensor, shard: Tensor, numel: int) -> Any:
+        handle = inner(comm, full, shard, numel)
         handle.wait()
         seen.append((shard.nbytes, full.clone(), numel))
         return handle
