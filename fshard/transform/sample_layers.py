@@ -340,16 +340,9 @@ def _attention(
 
 
 HEADS = inspect.signature(functional.multi_head_attention_forward)
-PLAIN = {
-    "bias_k": None,
-    "bias_v": None,
-    "add_zero_attn": False,
-    "key_padding_mask": None,
-    "need_weights": False,
-    "use_separate_proj_weight": False,
-    "static_k": None,
-    "static_v": None,
-}
+NONE = ("bias_k", "bias_v", "key_padding_mask", "static_k", "static_v")
+OFF = ("add_zero_attn", "need_weights", "use_separate_proj_weight")
+PLAIN: dict[str, bool | None] = dict.fromkeys(NONE) | dict.fromkeys(OFF, False)
 """The options with which ``nn.MultiheadAttention`` is two linear layers around attention."""
 
 
