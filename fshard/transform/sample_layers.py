@@ -101,6 +101,28 @@ class EmbeddingRows(torch.autograd.Function):
         return None, None, None, None
 
 
+class WithoutPadding(torch.autograd.Function):
+    """An embedding's output, whose gradient is zero where an index is that of padding."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(out: Tensor, padded: Tensor) -> Tensor:
+        return out.clone()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
+        ctx.save_for_backward(inputs[1])
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return grad.masked_fill(ctx.saved_tensors[0], 0.0), None
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: Tensor, _: None) -> Tensor:
+        return tangent.clone()
+
+
 class NormRows(torch.autograd.Function):
     """A layer norm of the inputs of all samples."""
 
@@ -117,13 +139,18 @@ class NormRows(torch.autograd.Function):
         x, weight, bias, mean, rstd = ctx.saved_tensors
         within = tuple(range(1, x.ndim - weight.ndim))
         slopes = grad * ((x - mean) * rstd)
-        ctx.uses.hold(slopes.sum(within) if within else slopes)
+        ctx.uses.hold((slopes.sum(within) if within else slopes).to(weight.dtype))
         ctx.uses.hold_bias(grad, within)
         back: Any = None
         if ctx.needs_input_grad[0]:
             wanted = [True, False, False]
             back = torch.ops.aten.native_layer_norm_backward(grad, x, weight.shape, mean, rstd, weight, bias, wanted)[0]
         return back, None, None, None, None
+
+
+def _read(x: Tensor) -> Tensor:
+    """The values of a leaf as code outside of units has it; other tensors as they are."""
+    return x if type(x) is Tensor else x.view_as(x)
 
 
 def _alone(rows: Tensor, shape: Sequence[int]) -> Tensor:
@@ -170,7 +197,7 @@ class CaughtLayers(TorchFunctionMode):
             if found is not None:
                 return found
         try:
-            return func(*args, **kwargs)
+            return (_padded_embedding if func is functional.embedding else func)(*args, **kwargs)
         except RuntimeError as error:
             if RANDOM not in str(error):
                 raise
@@ -188,7 +215,7 @@ class CaughtLayers(TorchFunctionMode):
 
     def rows(self, x: Tensor) -> Tensor:
         """A value of all samples, ``(rows, ...)``."""
-        x = x if type(x) is Tensor else x.view_as(x)  # a leaf as code outside of units has it is read
+        x = _read(x)
         if not functorch.is_batchedtensor(x):
             return x.expand(self.tape.rows, *x.shape)
         rows: Tensor = functorch.get_unwrapped(x).movedim(functorch.maybe_get_bdim(x), 0)
@@ -213,14 +240,14 @@ def _random(func: Any, unit: str) -> TransformError:
 
 def _linear(mode: CaughtLayers, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor | None:
     found, beside = mode.matrix(weight), mode.leaf(bias)
-    if found is None:
+    if found is None or (bias is not None and bias.shape != weight.shape[:1]):
         return None
     uses = Uses(mode.tape, mode.place, found.path, beside.path if beside else None)
     out = mode.run(LinearRows, input, found.leaf, beside.leaf if beside else None, found.turned, uses)
     return out if bias is None or beside else out + bias
 
 
-def _matmul(mode: CaughtLayers, input: Tensor, other: Any, **options: Any) -> Tensor | None:
+def _matmul(mode: CaughtLayers, input: Tensor, other: Any = None, **options: Any) -> Tensor | None:
     found = mode.matrix(other)
     if found is None or options or not isinstance(input, Tensor) or input.ndim == 0:
         return None
@@ -258,6 +285,17 @@ def _embedding(
     return mode.run(EmbeddingRows, input, found.leaf, padding, Uses(mode.tape, mode.place, found.path))
 
 
+def _padded_embedding(
+    input: Tensor, weight: Tensor, padding_idx: int | None = None, *args: Any, **kwargs: Any
+) -> Tensor:
+    """``F.embedding`` without a rule. Of a weight for each sample, PyTorch's rule for ``vmap`` forgets the padding."""
+    out = functional.embedding(input, weight, None, *args, **kwargs)
+    if padding_idx is None:
+        return out
+    masked: Tensor = WithoutPadding.apply(out, (input == padding_idx % len(weight)).unsqueeze(-1))  # type: ignore[no-untyped-call]
+    return masked
+
+
 def _layer_norm(
     mode: CaughtLayers,
     input: Tensor,
@@ -285,30 +323,34 @@ def _attention(
     enable_gqa: bool = False,
 ) -> Tensor | None:
     """Attention has no rule for ``vmap``, and needs none: its first dims are batches."""
-    shared = attn_mask is None or (not functorch.is_batchedtensor(attn_mask) and attn_mask.ndim == 2)
-    if dropout_p or not shared or not query.ndim == key.ndim == value.ndim == 4:
+    mask, count = None if attn_mask is None else _read(attn_mask), len(query)
+    if dropout_p or not query.ndim == key.ndim == value.ndim == 4 or not count == len(key) == len(value):
         return None
     given = [mode.rows(x) for x in (query, key, value)]
+    if mask is not None and (functorch.is_batchedtensor(mask) or (mask.ndim == 4 and len(mask) > 1)):
+        mask = mode.rows(mask.reshape((1,) * (4 - mask.ndim) + mask.shape).expand(count, -1, -1, -1))
+        given.append(mask)
     with below_transforms(mode.level - 1):
         flat = [x.flatten(0, 1) for x in given]
+        mask = mask if len(flat) == 3 else flat.pop()
         attend: Any = functional.scaled_dot_product_attention
-        out = attend(*flat, attn_mask=attn_mask, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa)
-        found: Tensor = out.unflatten(0, given[0].shape[:2])
+        out = attend(*flat, attn_mask=mask, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa)
+    found: Tensor = out.unflatten(0, given[0].shape[:2])
     return batched(found, mode.level)
 
 
 HEADS = inspect.signature(functional.multi_head_attention_forward)
-PLAIN = {
-    "bias_k": None,
-    "bias_v": None,
-    "add_zero_attn": False,
-    "key_padding_mask": None,
-    "need_weights": False,
-    "use_separate_proj_weight": False,
-    "static_k": None,
-    "static_v": None,
-}
+NONE = ("bias_k", "bias_v", "key_padding_mask", "static_k", "static_v")
+OFF = ("add_zero_attn", "need_weights", "use_separate_proj_weight")
+PLAIN: dict[str, bool | None] = dict.fromkeys(NONE) | dict.fromkeys(OFF, False)
 """The options with which ``nn.MultiheadAttention`` is two linear layers around attention."""
+
+
+def _added(mask: Tensor | None, x: Tensor) -> Tensor | None:
+    """A mask as what is added to scores. One of bools is True where a position is left out."""
+    if mask is None or mask.is_floating_point():
+        return mask
+    return torch.zeros(mask.shape, dtype=x.dtype, device=x.device).masked_fill(mask, -torch.inf)
 
 
 def _heads(mode: CaughtLayers, *args: Any, **kwargs: Any) -> tuple[Tensor, None] | None:
@@ -316,7 +358,8 @@ def _heads(mode: CaughtLayers, *args: Any, **kwargs: Any) -> tuple[Tensor, None]
     call = HEADS.bind(*args, **kwargs)
     call.apply_defaults()
     given = call.arguments
-    x, mask, weight = given["query"], given["attn_mask"], given["in_proj_weight"]
+    x, weight = given["query"], given["in_proj_weight"]
+    mask = _added(given["attn_mask"], x)
     plain = all([given[name] is value for name, value in PLAIN.items()]) and not (
         given["dropout_p"] and given["training"]
     )

@@ -38,7 +38,7 @@ class LayerPart(NamedTuple):
     def held(self, leaf: Tensor) -> Tensor:
         """The gradient of each sample, ``(rows, *shape)``."""
         if self.kind == "linear":  # products of one term each are no work for a product of matrices
-            return self.left.mT @ self.right if self.left.shape[1] > 1 else self.left.mT * self.right
+            return self.left.mT @ self.right if self.left.shape[1] != 1 else self.left.mT * self.right
         rows = len(self.left)
         at = self.left + torch.arange(rows, device=self.left.device).unsqueeze(1) * len(leaf)
         return self._scattered(at, self.right, rows * len(leaf)).view(rows, *leaf.shape)

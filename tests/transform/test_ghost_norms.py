@@ -84,6 +84,41 @@ def bare_products() -> tuple[Any, Loss, Any]:
     return turned, lambda p, x: products(p, x).square().mean(), batch
 
 
+def attend(p: Any, x: Tensor) -> Tensor:
+    """Attention of two queries for each sequence, with a bias that is trained."""
+    q = torch.cat([x, 2 * x]).view(-1, 4, 2, 3).transpose(1, 2)
+    return (
+        F.scaled_dot_product_attention(q, q, q[:1], attn_mask=p["b"])
+        @ F.scaled_dot_product_attention(q, q, q, attn_mask=p["b"]).mT
+    )
+
+
+def masked(p: Any, x: Tensor) -> Tensor:
+    """Attention by the function of ``nn.MultiheadAttention``, with a mask of what is left out."""
+    h, left_out = x.transpose(0, 1), torch.ones(4, 4, dtype=torch.bool).triu(1)
+    options: Any = {"training": False, "need_weights": False, "attn_mask": left_out}
+    weights = p["a"], None, None, None, False, 0.0, p["b"], None
+    return F.multi_head_attention_forward(h, h, h, WIDTH, 2, *weights, **options)[0]
+
+
+def padded(p: Any, x: Tensor) -> Tensor:
+    """Embeddings with padding, also of a weight that is computed, and inside of a derivative."""
+    found = F.embedding(x, p["a"].tanh(), padding_idx=-4) + F.embedding(x, p["a"], 3)
+    return torch.func.grad(lambda y: (F.embedding(x, p["a"], 3) * y).square().sum())(found)
+
+
+def leaves_read(f: Callable[[Any, Tensor], Tensor], indices: bool = True, **shapes: tuple[int, ...]) -> Any:
+    """A function of leaves of these shapes as a case; of indices or of vectors."""
+
+    def made() -> tuple[Any, Loss, Any]:
+        torch.manual_seed(0)
+        batch = torch.randn(ROWS, 4, WIDTH).double() if not indices else torch.randint(7, (ROWS, 4)).clamp(3)
+        params = {name: torch.randn(shape).double() for name, shape in shapes.items()}
+        return params, lambda p, x: f(p, x).square().mean(), batch
+
+    return made
+
+
 CASES: dict[str, tuple[Callable[[], tuple[Any, Loss, Any]], set[str]]] = {
     "words": (words, {"words.weight", "places.weight", "twice.weight", "head.weight"}),
     "long": (lambda: words(long=16), {"words.weight", "places.weight", "twice.weight", "head.weight"}),
@@ -94,6 +129,15 @@ CASES: dict[str, tuple[Callable[[], tuple[Any, Loss, Any]], set[str]]] = {
     "transposed": (lambda: perceptron(matrices), {"a", "b"}),
     "leaves alone": (lambda: perceptron(lambda p, x: F.linear(x, F.linear(p["b"], p["a"].T))), {"a"}),
     "derivative": (lambda: perceptron(slope), set()),
+    "padded": (leaves_read(padded, a=(7, WIDTH)), {"a"}),
+    "trained bias of attention": (leaves_read(attend, False, b=(2, 4, 4)), set()),
+    "mask of bools": (leaves_read(masked, False, a=(3 * WIDTH, WIDTH), b=(WIDTH, WIDTH)), {"a", "b"}),
+    "named": (leaves_read(lambda p, x: torch.mm(x[0], mat2=p["a"]), False, a=(WIDTH, 2)), set()),
+    "one bias for all": (leaves_read(lambda p, x: F.linear(x[0], p["a"], p["b"]), False, a=(3, WIDTH), b=(1,)), set()),
+    "no positions": (
+        leaves_read(lambda p, x: torch.cat([F.linear(x[:, :0], p["a"]), x + p["b"]], 1), False, a=(6, 6), b=(6,)),
+        {"a"},
+    ),
     "recomputed": (lambda: perceptron(lambda p, x: fs.remat(layers)(p, x)), set()),
     "clipped weights": (lambda: perceptron(lambda p, x: layers(tree.map(lambda w: w.clamp(-1, 1), p), x)), set()),
 }
