@@ -84,6 +84,12 @@ def bare_products() -> tuple[Any, Loss, Any]:
     return turned, lambda p, x: products(p, x).square().mean(), batch
 
 
+def attend_once(p: Any, x: Tensor) -> Tensor:
+    """Attention of one sequence, with a bias that is trained."""
+    q = x.view(1, 4, 2, 3).transpose(1, 2)
+    return F.scaled_dot_product_attention(q, q, q, attn_mask=p["b"])
+
+
 def attend(p: Any, x: Tensor) -> Tensor:
     """Attention of two queries for each sequence, with a bias that is trained."""
     q = torch.cat([x, 2 * x]).view(-1, 4, 2, 3).transpose(1, 2)
@@ -131,6 +137,7 @@ CASES: dict[str, tuple[Callable[[], tuple[Any, Loss, Any]], set[str]]] = {
     "derivative": (lambda: perceptron(slope), set()),
     "padded": (leaves_read(padded, a=(7, WIDTH)), {"a"}),
     "trained bias of attention": (leaves_read(attend, False, b=(2, 4, 4)), set()),
+    "trained bias of one head": (leaves_read(attend_once, False, b=(4, 4)), set()),
     "mask of bools": (leaves_read(masked, False, a=(3 * WIDTH, WIDTH), b=(WIDTH, WIDTH)), {"a", "b"}),
     "named": (leaves_read(lambda p, x: torch.mm(x[0], mat2=p["a"]), False, a=(WIDTH, 2)), set()),
     "one bias for all": (leaves_read(lambda p, x: F.linear(x[0], p["a"], p["b"]), False, a=(3, WIDTH), b=(1,)), set()),
