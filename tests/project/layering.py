@@ -5,6 +5,7 @@ Problems read ``fshard/runtime/arena.py:12: ...``.
 """
 
 import ast
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -64,6 +65,9 @@ EXCEPTIONS = {("interchange.torch_formats", "torch.distributed"), ("torch_intern
 """Modules that may import a library beside its owner: DTensor and the metadata of torch.distributed.checkpoint are
 classes of that library, which must be made to be given back, and some of its names are private. No communication goes
 through them."""
+
+EXTRAS = {"tracking.screen", "view.picture"}
+"""Files that are wholly of one extra: who wants them imports them late, with an error that names the extra."""
 
 INTERNALS = "torch_internals"
 """The file that alone may use names of PyTorch that are not public."""
@@ -268,6 +272,18 @@ def _uses(module: Module, library: str) -> Iterator[ast.stmt | ast.expr]:
                 yield node
 
 
+def early_extras(modules: Modules) -> list[str]:
+    """Imports of libraries of extras outside of functions, which would make the library depend on them."""
+    base = {"fshard", "torch", "optree", *sys.stdlib_module_names}
+    return [
+        module.at(node, f"imports {name} where the module is imported; do it in the function that needs it")
+        for module in modules.values()
+        if module.name.partition(".")[2] not in EXTRAS
+        for name, node in module.imports
+        if node in module.tree.body and name.partition(".")[0] not in base
+    ]
+
+
 def private_names_of_torch(modules: Modules) -> list[str]:
     """Names of PyTorch that are not public, outside of the file that owns them; ``torch.ops`` may be used."""
     problems = []
@@ -367,6 +383,7 @@ RULES: tuple[Rule, ...] = (
     upward_floors,
     import_cycles,
     foreign_uses,
+    early_extras,
     private_names_of_torch,
     global_statements,
     shared_state,
