@@ -118,3 +118,22 @@ def test_adapters_in_stages() -> None:
     """Adapters of frozen layers train on the stages that hold these."""
     want = adapted((1,), ("data",))[0]
     assert parity.differences(adapted((2, 2), ("stage", "data"), fs.Stages("stage")), want) == []
+
+
+def test_one_stage_has_the_schedule_of_none() -> None:
+    """One stage runs the same ops in the same order."""
+    net = torch.nn.Sequential(*[torch.nn.Linear(6, 6) for _ in range(3)])
+    model, opt = fs.split(net, units=("*",)), fs.optim.sgd(0.1)
+
+    def ops(sizes: tuple[int, ...], names: tuple[str, ...], stages: fs.Stages | None = None) -> Any:
+        mesh = fs.virtual_mesh(sizes, names)
+
+        def on_a_rank() -> Any:
+            plan = fs.make_plan(model, mesh, [(".*", fs.fsdp("data"))], batch=fs.P("data"), stages=stages)
+            step = fs.make_train_step(lambda p, x: model.apply(p, x).square().mean(), opt, plan, accumulate=2)
+            step(fs.init_state(plan, opt, seed=0), torch.ones(4, 6))
+            return step.schedule.ops
+
+        return mesh.run(on_a_rank)
+
+    assert ops((1, 2), ("stage", "data"), fs.Stages("stage")) == ops((2,), ("data",))
