@@ -159,7 +159,7 @@ def linked(in_a_job: bool) -> list[Finding]:
 
 
 LINKS = {"HostCommunicator": "shared memory", "GlooCommunicator": "gloo", "NcclCommunicator": "NCCL"}
-"""What communicators are, by their class."""
+"""Kinds of communicators, by their class."""
 
 
 def selftest() -> dict[str, Any]:

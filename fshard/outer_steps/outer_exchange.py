@@ -33,7 +33,7 @@ DELTA = "delta"
 """Of each replica: what it has sent and nobody has added yet, and between exchanges what rounding left of it."""
 
 OUTER = "outer_"
-"""How the names of the outer optimizer's buffers begin."""
+"""The beginning of the names of the outer optimizer's buffers."""
 
 
 @dataclass(frozen=True)
