@@ -112,7 +112,7 @@ class SourceWatch(TorchDispatchMode):
         return found
 
     def _sources(self, value: Tensor) -> Sources:
-        """The sources of a tensor; of one that nobody noted, those of all tensors in its storage."""
+        """Return the sources of a tensor. A tensor without a note has those of all tensors in its storage."""
         if self.knows(value):
             return self.sources[id(value)]
         made, call = self.inner.get(id(value), (_nothing, INNER))

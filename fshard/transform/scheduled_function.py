@@ -34,7 +34,7 @@ UNTOLD = "parameters lie in host memory, or a leaf is named like the tangent of 
 """The reason why a plan has no tangents on schedules."""
 
 PASS = "was a pass of a step function, whose schedule has it: print(step.schedule)"
-"""What the latest call of a tool was, which so has no schedule of its own."""
+"""The words for a call that ran as a pass of a step: it has no schedule of its own."""
 
 
 class ScheduledFunction:

@@ -30,7 +30,7 @@ from fshard.runtime.comm.row_sums import sum_rows
 from fshard.runtime.comm.watchdog import Watchdog
 
 NAME = "gloo_tcp_loop"
-"""What gloo calls the thread of each process group that carries messages."""
+"""The name that gloo gives the thread of each process group that carries messages."""
 
 hand_over = getattr(os, "sched_yield", lambda: None)
 """Lets threads run that wait for this processor."""

@@ -33,7 +33,7 @@ METADATA = frozenset(
         *(Tensor.is_floating_point, Tensor.is_complex, Tensor.element_size, Tensor.__len__, Tensor.__hash__),
     )
 )
-"""What may be asked of a proxy: nothing that depends on values."""
+"""Questions that a proxy answers: none depends on values."""
 
 PLACE: dict[Any, Callable[[torch.device], Any]] = {
     _getter("device"): lambda device: device,
@@ -70,7 +70,7 @@ class Proxy(Tensor):
 
 
 def opened(value: Any) -> Any:
-    """The leaf behind a proxy, of its engine; other values as they are."""
+    """Return the leaf that a proxy stands for, as its engine has it, and any other value unchanged."""
     slot = slot_of(value) if isinstance(value, Proxy) else None
     if slot is None:
         return value
