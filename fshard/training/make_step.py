@@ -135,7 +135,7 @@ def make_train_step(
     asked = read_norms(norms, plan)
     options = Options(clip, skip_norm, skip, accumulate, donate, running, loss_scale, asked, skip_limit)
     warn_of_float16(plan, loss_scale)
-    if running.graph:
+    if running.graph != "none":
         return _captured(loss_fn, opt, plan, options)
     if plan.stages is not None and plan.source is not None and plan.source.stages is not None:
         made: TrainStep = plan.source.stages.train_step(loss_fn, opt, plan, options)
@@ -152,5 +152,5 @@ def _captured(loss_fn: Callable[..., Any], opt: Optimizer, plan: Plan, options: 
     if problems or capture is None:
         raise PlanError("; ".join(problems))
     programs = programs_of(plan, options, contract(opt))
-    runner = whole_graph.GraphRunner(loss_fn, programs, len(options.clip.rules), capture)
+    runner = whole_graph.GraphRunner(loss_fn, programs, len(options.clip.rules), capture, options.running.graph)
     return TrainStep(loss_fn, opt, plan, options, programs, runner)

@@ -1,9 +1,10 @@
-"""A capture device: the host's memory, with captures as CUDA has them, for ``Policy(graph="step")`` without a GPU.
+"""A capture device: the host's memory, with captures as CUDA has them, for ``Policy(graph=)`` without a GPU.
 
 A capture records operators with the raw addresses of the memory that they work on, and does no work: what is written in
 place keeps its value, and what is made is nan. Memory that is made in a capture belongs to its pool. It is poisoned
 where it is freed, in each replay, and never given to anybody else. A replay does the recorded work at the recorded
-addresses. Memory from before the capture must still be where it was. Collectives are recorded, too.
+addresses. Memory from before the capture must still be where it was. Collectives are recorded, too; or, where the
+capture is cut, issued by the host between two segments, and an error inside of one.
 
 As on CUDA, what reads the device while it is captured is an error.
 """
@@ -25,6 +26,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 import fshard as fs
 from fshard.runtime.comm import Done
+from fshard.runtime.comm.host_calls import HostCall
 
 ATEN = torch.ops.aten
 DEALLOCATES = (
@@ -88,6 +90,7 @@ class RecordedGraph:
         pool: memory that was made in the capture.
         outside: memory from before it: the storage, its address, and the first operator that works on it.
         most: the most bytes of the pool that are in use at once. ``given`` are buffers that have some of them.
+        cuts: the names of calls of the host between its segments.
     """
 
     def __init__(self) -> None:
@@ -97,6 +100,7 @@ class RecordedGraph:
         self.outside: dict[int, tuple[StorageWeakRef, int, str]] = {}
         self.replays = self.level = self.most = 0
         self.given: set[int] = set()
+        self.cuts: list[str] = []
 
     def takes(self, nbytes: int) -> None:
         """The pool gives memory, or takes it back."""
@@ -145,17 +149,24 @@ class CaptureDevice(TorchDispatchMode):
         self.fails: int | None = None
         self.storages: dict[int, Any] = {}
 
-    def capture(self, run: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
+    def capture(self, run: Callable[[Any], Any]) -> tuple[Callable[[], None], Any]:
         """Record what a function issues."""
         self.graph = graph = RecordedGraph()
         try:
             with self:
-                result = run()
+                result = run(self._cut)
                 self._sweep()
         finally:
             self.graph = None
         self.graphs.append(graph)
         return graph.replay, result
+
+    def _cut(self, call: HostCall) -> None:
+        """End a segment, and begin the next one."""
+        assert self.graph is not None
+        self._sweep()
+        self.graph.cuts.append(call.name)
+        self._note(f"host: {call.name}", (), [*call.tensors], call.run)
 
     @property
     def replayed(self) -> int:
@@ -194,6 +205,7 @@ class CaptureDevice(TorchDispatchMode):
         """A collective: done at once, or recorded."""
         if self.graph is None:
             return method(*args)
+        assert not self.graph.cuts, f"{name} is issued inside of a segment"
         tensors = [x for x in args if isinstance(x, Tensor)]
         plain = tuple(map(str, (x for x in args if not isinstance(x, Tensor))))
         for x in tensors:

@@ -19,7 +19,7 @@ from tests.device import cases
 from tests.shared.capture_device import capturing
 
 STEPS = 20
-GRAPH = fs.Policy(graph="step")
+GRAPH, SEGMENTS = fs.Policy(graph="step"), fs.Policy(graph="segments")
 
 
 def noisy(p: Any, batch: Any) -> tuple[Tensor, dict[str, Any]]:
@@ -70,14 +70,15 @@ class Trace:
 Run = Callable[[fs.Mesh, fs.Policy], Trace]
 
 
-def both(ranks: int, run: Run, device: str = "cpu") -> list[tuple[Trace, Trace]]:
+def both(ranks: int, run: Run, device: str = "cpu", policy: fs.Policy = GRAPH) -> list[tuple[Trace, Trace]]:
     """What each rank comes to, with graphs and without."""
     axes = (ranks,), ("shard",)
 
     def rank() -> tuple[Trace, Trace]:
         mesh, captured = on(fs.make_mesh(*axes))
-        graphed = run(mesh, GRAPH)
+        graphed = run(mesh, policy)
         graphed.graphs = len(captured.graphs)
+        assert all([bool(graph.cuts) is (policy is SEGMENTS and ranks > 1) for graph in captured.graphs])
         return graphed, run(mesh, fs.Policy())
 
     with capturing() as on:
@@ -121,11 +122,11 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.sample(3)
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.sample(4)
+@pytest.mark.parametrize(("policy", "ranks"), [(GRAPH, 1), (GRAPH, 2), (SEGMENTS, 2)], ids=["one", "step", "segments"])
 @pytest.mark.parametrize("case", CASES)
-def test_replays_have_the_bits_of_eager_steps(case: str, ranks: int) -> None:
-    for graphed, eager in both(ranks, lambda mesh, policy: trained(mesh, policy, **CASES[case])):
+def test_replays_have_the_bits_of_eager_steps(case: str, policy: fs.Policy, ranks: int) -> None:
+    for graphed, eager in both(ranks, lambda mesh, policy: trained(mesh, policy, **CASES[case]), policy=policy):
         graphed.same(eager)
         first = 2 + (case == "stochastic rounding")
         assert graphed.graphs == 1 and graphed.how.count("replayed") == STEPS - 1 - first
