@@ -155,7 +155,8 @@ class CaptureDevice(TorchDispatchMode):
         try:
             with self:
                 result = run(self._cut)
-                self._sweep()
+                with _disable_current_modes():
+                    self._sweep()
         finally:
             self.graph = None
         self.graphs.append(graph)
@@ -164,7 +165,8 @@ class CaptureDevice(TorchDispatchMode):
     def _cut(self, call: HostCall) -> None:
         """End a segment, and begin the next one."""
         assert self.graph is not None
-        self._sweep()
+        with _disable_current_modes():
+            self._sweep()
         self.graph.cuts.append(call.name)
         self._note(f"host: {call.name}", (), [*call.tensors], call.run)
 
