@@ -61,7 +61,7 @@ class ModelCapture:
 
 
 def captured(case: lanes.Case, drop: str = "", graph: str = "step") -> tuple[list[str], set[str]]:
-    """The races of three steps, the last of which is captured and replayed."""
+    """The races of three steps, the last of which is captured and replayed, and drops an event or a wait."""
     by_thread: dict[int, Clocks] = {}
 
     def work(mesh: fs.Mesh, mine: Clocks) -> None:
@@ -72,6 +72,7 @@ def captured(case: lanes.Case, drop: str = "", graph: str = "step") -> tuple[lis
         state = fs.init_state(plan, opt, params=lanes.params())
         with mine:
             for number in range(3):
+                mine.drop = drop if number == 2 else ""
                 state, metrics = step(state, batch_of(mesh, number))
             assert metrics.ran.graph == "captured" and (mine.epoch == 2) is (graph == "step")
             fs.settle(state)
@@ -83,7 +84,7 @@ def captured(case: lanes.Case, drop: str = "", graph: str = "step") -> tuple[lis
         )
         change.setattr("fshard.runtime.whole_graph.graph_runner.HostWork", Nothing)
         change.setattr("fshard.runtime.comm.host_calls.on_memory_of", lambda x: x)  # which the model knows
-        return watched(case.axes, work, drop)
+        return watched(case.axes, work)
 
 
 class Nothing(torch.utils._python_dispatch.TorchDispatchMode):
@@ -115,18 +116,12 @@ def test_segments_and_transfers_are_ordered(name: str) -> None:
 
 
 @pytest.mark.long
-def test_a_segment_that_does_not_wait_for_its_transfer_is_seen() -> None:
-    _, sites = captured(CASES["hsdp, default"], graph="segments")
-    waits = {site for site in sites if site.startswith("wait for ")}
-    assert len(waits) > 2
-    for site in sorted(waits):
-        assert captured(CASES["hsdp, default"], site, graph="segments")[0], site
-
-
-def test_a_transfer_that_does_not_wait_for_its_segment_is_seen() -> None:
+def test_segments_and_transfers_that_do_not_wait_for_each_other_are_seen() -> None:
     _, sites = captured(CASES["flat, default"], graph="segments")
-    (site,) = [site for site in sites if "SegmentHandle.start" in site]
-    assert captured(CASES["flat, default"], site, graph="segments")[0]
+    found = [site for site in sites if site.startswith("wait for ") or "SegmentHandle.start" in site]
+    assert len(found) == 3, found  # gathers, reductions, and segments
+    for site in found:
+        assert captured(CASES["flat, default"], site, graph="segments")[0], site
 
 
 def test_an_event_from_before_the_capture_is_seen() -> None:

@@ -257,7 +257,7 @@ class GraphRunner(Runner):
         waiting, stale = update.pending.waiting, update.stale
 
         def noted(call: HostCall) -> None:
-            place, left = executor.place(computing=False), (tuple(waiting), tuple(stale))
+            place, left = executor.under_way(), (tuple(waiting), tuple(stale))
             made = call.run  # and not the call: it holds memory that others may have after it
 
             def run() -> None:
@@ -266,7 +266,7 @@ class GraphRunner(Runner):
                 except BaseException as error:
                     graph.left = left
                     if isinstance(error, CommError):
-                        raise CommError(f"{place}: {error}") from error
+                        raise CommError(f"{place}{error}") from error
                     raise
 
             cut(replace(call, run=run))
