@@ -367,8 +367,7 @@ def make_programs(
     secondary = running.policy.secondary if isinstance(running.policy, Policy) else fast_axes(plan) if train else ()
     infos, comms = group_infos(plan, state, () if auto else secondary), Communicators(plan, secondary)
     second = {secondary: group_infos(plan, state, secondary)} if auto and secondary else {}
-    fixed, cache = running.graph != "none", make_cache(running.compile)
-    memory = StepMemory(plan, infos, train, running.debug, fixed)
+    memory, cache = StepMemory(plan, infos, train, running.debug, running.graph), make_cache(running.compile)
     made = Programs(plan, running.policy, accumulate, train, comms, infos, second, memory, running.remat, cache)
     return replace(made, engine=Debugging()) if running.debug else made
 

@@ -32,9 +32,9 @@ class RunOptions:
     buckets: Buckets | None = None
 
     @property
-    def graph(self) -> str:
-        """Say how steps are captured and replayed; ``"none"`` if they are not."""
-        return self.policy.graph if isinstance(self.policy, Policy) else "none"
+    def graph(self) -> bool:
+        """Tell whether steps are captured and replayed."""
+        return isinstance(self.policy, Policy) and self.policy.graph != "none"
 
     def debugged(self, debug: bool) -> "RunOptions":
         """The same, in debug mode also where this says so."""
