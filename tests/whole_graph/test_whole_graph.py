@@ -17,7 +17,8 @@ from tests.device import cases
 from tests.shared.capture_device import capturing
 
 STEPS = 20
-GRAPH, SEGMENTS = fs.Policy(graph="step"), fs.Policy(graph="segments")
+POLICIES = {graph: fs.Policy(graph=graph) for graph in ("step", "segments")}
+GRAPH, SEGMENTS = POLICIES.values()
 
 
 def noisy(p: Any, batch: Any) -> tuple[Tensor, dict[str, Any]]:
