@@ -23,7 +23,8 @@ from fshard.hints import unknown_name
 
 _LATER = (
     ("fshard.parts.arithmetic", "add scale"),
-    ("fshard.transform.tree_vectors", "norm normal norms rademacher stack vdot"),
+    ("fshard.transform.random_trees", "normal rademacher"),
+    ("fshard.transform.tree_vectors", "norm norms stack vdot"),
 )
 """Functions of trees of shards. They need plans, so they lie in higher rooms, and are looked up when asked for."""
 
