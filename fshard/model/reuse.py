@@ -17,7 +17,7 @@ PACKAGES = (str(Path(__file__).parents[1]), str(Path(torch.__file__).parent))
 
 
 class Reuse(TorchFunctionMode):
-    """Records the draws from each key that functions ``draw(key, part, ...)`` make; raises where two of them share positions."""
+    """Records the draws of functions ``draw(key, part, ...)``; raises where two from one key share positions."""
 
     def __init__(self, *draws: Callable[..., Tensor]) -> None:
         super().__init__()

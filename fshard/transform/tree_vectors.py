@@ -1,6 +1,6 @@
 """Trees of shards as vectors: inner products, norms, stacks."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
