@@ -2,9 +2,8 @@
 
 There are two kinds of tree. *Parameter trees* are nested dicts with string keys and tensors at the leaves; a leaf is
 named by its dotted path (``blocks.3.attn.qkv.weight``), in the order in which a module registered it. *Other trees* (a
-batch, the arguments and results of a unit) are what optree flattens, and besides, unlike in optree and in JAX,
-dataclasses and mutable mappings that hold tensors, such as the outputs of Hugging Face's models and the batches of
-their tokenizers.
+batch, the arguments and results of a unit) are what optree flattens, and, unlike in optree and in JAX, dataclasses and
+mutable mappings that hold tensors: the outputs of Hugging Face's models, the batches of their tokenizers.
 """
 
 import copy
