@@ -21,6 +21,7 @@ from fshard.training.metrics import combine_aux
 from fshard.transform.active_transforms import derivatives_of
 from fshard.transform.dual_units import alone, make_dual
 from fshard.transform.forward_units import data_of
+from fshard.transform.meeting import CheckedCall
 from fshard.transform.product_modes import Flat
 from fshard.transform.scheduled_function import MayBeScheduled, ScheduledFunction, Schedules
 from fshard.transform.sharded_loss import LossFn, ShardedLoss
@@ -39,14 +40,12 @@ class Derivatives(NamedTuple):
     """A loss and its derivatives at one point.
 
     Attributes:
-        loss: the loss.
-        slope: its derivative along a direction; None without one.
+        values: the loss, and its derivative along a direction if there is one.
         gradient: the gradient of the loss; empty where none is taken.
         product: the derivative of that along the direction.
     """
 
-    loss: Tensor
-    slope: Tensor | None = None
+    values: tuple[Tensor, ...]
     gradient: Flat = {}  # noqa: RUF012 - never written to
     product: Flat = {}  # noqa: RUF012 - likewise
 
@@ -81,13 +80,13 @@ class ScheduledLoss(ShardedLoss, MayBeScheduled):
             fn = (SlopeBesideLoss if GRAD in nest else ValueAndSlope)(self, plan)
         return ScheduledFunction(fn, plan, double, running, f"sharded loss under {', '.join(nest)}", GRAD in nest)
 
-    def _on_schedule(self, params: Any, batch: Any) -> Tensor | None:
-        flat = dict(tree.paths(params))
+    def _begun(self, params: Any, batch: Any) -> CheckedCall:
+        flat = self._checked(params, batch)
         trained = {path: flat[path] for path, leaf in self.plan.leaves.items() if leaf.trainable}
         nest = derivatives_of([*trained.values()], tree.leaves(batch))
         if nest not in self._by_nest or self.has_aux or self.debug:
             self._unscheduled = "no schedule has what is around it: other transforms, or none; has_aux, or debug"
-            return None
+            return CheckedCall(flat)
         self._nest, pairs = nest, _pairs(nest, trained)
         with below_transforms():
             at = {path: data_of(leaf) for path, leaf in flat.items()}
@@ -96,9 +95,16 @@ class ScheduledLoss(ShardedLoss, MayBeScheduled):
             along |= {path: data_of(tangent) for path, (_, tangent) in pairs.items() if tangent is not None}
             x = tree.mapped(lambda x: data_of(x) if isinstance(x, Tensor) else x, batch)
             if (scheduled := self._found(x, at, along)) is None:
-                return None
-            found = self._derivatives(scheduled, tree.nest(at), [tree.nest(along)] if along else [], x)
-        return _raised(nest, found, trained, pairs)
+                return CheckedCall(flat)
+        self._unscheduled = "another rank has found no schedule"
+
+        def run() -> Tensor:
+            self._unscheduled = ""
+            with below_transforms():
+                found = self._derivatives(scheduled, tree.nest(at), [tree.nest(along)] if along else [], x)
+            return _raised(nest, found, trained, pairs)
+
+        return CheckedCall(flat, run)
 
     def _derivatives(self, scheduled: ScheduledFunction, at: Any, along: Sequence[Any], batch: Any) -> Derivatives:
         """The derivatives that a schedule computes."""
@@ -106,13 +112,13 @@ class ScheduledLoss(ShardedLoss, MayBeScheduled):
         verdict, measured, device = outcome.verdict, outcome.measured, torch.device(self.plan.here.mesh.device)
         aux = combine_aux(measured.aux, verdict.means, verdict.floats)
         if not scheduled.spec.train:
-            return Derivatives(aux["loss"].to(device), aux["slope"].to(device))
+            return Derivatives((aux["loss"].to(device), aux["slope"].to(device)))
         value = scalar(verdict.loss, widened([measured.losses[0][0].dtype]), device)
         first = _alone(scheduled.gradient(outcome))
         if not along:
             self.refuse_aux(aux)
-            return Derivatives(value, None, first)
-        return Derivatives(aux["loss"].to(device), value, _alone(scheduled.gradient(outcome, True)), first)
+            return Derivatives((value,), first)
+        return Derivatives((aux["loss"].to(device), value), _alone(scheduled.gradient(outcome, True)), first)
 
 
 def _alone(gradient: Any) -> Flat:
@@ -132,20 +138,20 @@ def _pairs(nest: Nest, trained: Flat) -> Pairs:
 
 def _raised(nest: Nest, found: Derivatives, trained: Flat, pairs: Pairs) -> Tensor:
     """The loss under all transforms of a nest, of derivatives that are below them."""
-    loss, slope, gradient, product = found
+    values, gradient, product = found
     for depth, kind in enumerate(nest, 1):
         with below_transforms(depth):
             if kind == JVP:
-                loss = make_dual(loss, slope)
+                values = (make_dual(*values),)
                 gradient = {path: make_dual(gradient[path], product[path]) for path in gradient}
             elif depth == len(nest):
-                loss = with_gradient(loss, [(leaf, gradient[path]) for path, leaf in trained.items()])
+                values = (with_gradient(values[0], [(leaf, gradient[path]) for path, leaf in trained.items()]),)
             else:
                 by_params = [(primal, product[path]) for path, (primal, _) in pairs.items()]
                 by_tangents = [(along, gradient[path]) for path, (_, along) in pairs.items() if along is not None]
-                loss = with_gradient(loss, [(primal, gradient[path]) for path, (primal, _) in pairs.items()])
-                slope = with_gradient(slope, by_params + by_tangents)
-    return loss
+                loss = with_gradient(values[0], [(primal, gradient[path]) for path, (primal, _) in pairs.items()])
+                values = (loss, with_gradient(values[1], by_params + by_tangents))
+    return values[0]
 
 
 class WithGradient(torch.autograd.Function):

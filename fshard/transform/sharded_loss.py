@@ -27,7 +27,7 @@ from fshard.sharding.stage_table import refuse_stages
 from fshard.state.equal import Equal
 from fshard.torch_internals import forward_ad_level
 from fshard.transform.gather import Resharding, Versions, gather_all
-from fshard.transform.meeting import LossMeeting, meeting
+from fshard.transform.meeting import CheckedCall, LossMeeting, meeting
 
 LossFn = Callable[[Any, Any], Any]
 
@@ -74,11 +74,11 @@ class ShardedLoss:
         with cutting(self.plan.mesh):
             # Before the first gather: a rank whose arguments are bad must not leave the others waiting.
             facts = ranks.facts(self._equal)
-            flat = ranks.all_ranks("the call", lambda: self._checked(params, batch), facts)
+            flat, scheduled = ranks.all_ranks("the call", lambda: self._begun(params, batch), facts)
             if self.debug:
                 self._check_replicas(flat)
-        if (scheduled := self._on_schedule(params, batch)) is not None:
-            return scheduled
+        if scheduled is not None:
+            return scheduled()
         with cutting(self.plan.mesh):
             loss = ranks.all_ranks("the loss", lambda: self._run(flat, batch, ranks))
             value, aux = self._mean(loss)
@@ -86,15 +86,13 @@ class ShardedLoss:
                 self._check_rank_free(flat, batch, loss, ranks)
             return (value, aux) if self.has_aux else value
 
-    def _on_schedule(self, params: Any, batch: Any) -> Tensor | None:
-        """The loss under the transforms around the call, if a schedule computes all of them; else None."""
-        return None
+    def _begun(self, params: Any, batch: Any) -> CheckedCall:
+        return CheckedCall(self._checked(params, batch))
 
     def _checked(self, params: Any, batch: Any) -> dict[str, Tensor]:
         flat = self.plan.check_tree(params, whole=False)
         check_device(batch, self.plan.mesh.device)
-        # A tangent has the layout of its primal's storage. A copy has one of its own, and any view can be taken of it.
-        return {path: leaf.clone() for path, leaf in flat.items()} if forward_ad_level() >= 0 else flat
+        return flat
 
     def _run(self, flat: dict[str, Tensor], batch: Any, ranks: LossMeeting) -> Loss:
         versions = Versions()
@@ -125,6 +123,10 @@ class ShardedLoss:
     def _params(
         self, flat: dict[str, Tensor], ranks: LossMeeting, versions: Versions
     ) -> AbstractContextManager[dict[str, Any]]:
+        if forward_ad_level() >= 0:
+            # A tangent has the layout of its primal's storage. A copy has one of its own, and any view can be taken of
+            # it.
+            flat = {path: leaf.clone() for path, leaf in flat.items()}
         if self.reshard:
             return Resharding(self.plan, flat, ranks.handshake, versions).params()
         params = gather_all(self.plan, flat)
