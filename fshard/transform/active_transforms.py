@@ -39,7 +39,11 @@ def derivatives_of(taking: Sequence[Tensor], others: Sequence[Any]) -> tuple[str
     """
     stack = functorch.get_interpreter_stack() or ()
     numbers = {int(level.level()) for level in stack}
-    if any(levels(x) != numbers for x in taking) or any(levels(x) for x in others if isinstance(x, Tensor)):
+    if (
+        not taking
+        or any(levels(x) != numbers for x in taking)
+        or any(levels(x) for x in others if isinstance(x, Tensor))
+    ):
         return ()
     return tuple(map(_name, stack))
 

@@ -193,12 +193,17 @@ def sharded_loss(
     ``torch.func.linearize`` is refused: ``fs.func.linearize`` does it. What travels is exact, also where ``fs.Wire``
     rounds it in steps.
 
+    Under ``grad``, ``vjp`` or ``jvp``, a ``jvp`` of a gradient or a gradient of a ``jvp``, by all trained leaves, the
+    call computes what the transforms will take on a schedule, as a train step does: ``f.schedule``. Under others it
+    gathers where units run.
+
     Args:
         loss_fn: as for ``fs.make_train_step``. With ``fs.Mean`` the global mean is exact.
         plan: the plan.
         has_aux: return ``(loss, aux)``; ``fs.Mean`` leaves of aux become global means, others are this rank's own.
-        reshard: gather a unit's parameters where it runs, and gather and compute again in the backward, so that no rank
-            holds the whole model. False gathers everything once, which is faster but needs its memory.
+        reshard: free a unit's parameters after its forward, and gather them again for its backward, so that no rank
+            holds the whole model. Without a schedule the unit is computed again, too. False gathers everything once,
+            which is faster but needs its memory.
         debug: check on each call that replicated leaves are equal on all ranks, and that the loss depends on the rank
             only through its batch.
 
