@@ -115,17 +115,23 @@ class LossMeeting:
         mine = [status, digest((place, self.under)), facts.number, *_mean_row(self.batch, loss, self.sizes)]
         with DisableFuncTorch():  # a transform under way would wrap what is sent
             rows = self.rows(mine)
-            if any(row[0] > OK for row in rows):
-                raise_failure(mesh_communicator(self.mesh), failure, [max(row[0], OK) for row in rows], status)
-            if self.running is None:
-                compare_numbers(mesh_communicator(self.mesh), [row[2] for row in rows], facts)
-            if any(row[1] != rows[0][1] for row in rows):
-                raise _apart(self._texts(f"{place}{APART}{self.under}, {call_site()}"))
+            self._compare(rows, place, failure, status, facts)
         if any(row[3:6] != rows[0][3:6] for row in rows):
             raise unlike_losses([(bool(row[3]), row[4], row[5]) for row in rows])
         if uneven := self.sizes.uneven([row[6:] for row in rows]):
             raise uneven_rows(uneven)
         return not any(row[0] for row in rows)
+
+    def _compare(
+        self, rows: Sequence[Sequence[int]], place: str, failure: Exception | None, status: int, facts: Facts
+    ) -> None:
+        """Raise what a rank failed with, or how ranks differ. Collective if there is either."""
+        if any(row[0] > OK for row in rows):
+            raise_failure(mesh_communicator(self.mesh), failure, [max(row[0], OK) for row in rows], status)
+        if self.running is None:
+            compare_numbers(mesh_communicator(self.mesh), [row[2] for row in rows], facts)
+        if any(row[1] != rows[0][1] for row in rows):
+            raise _apart(self._texts(f"{place}{APART}{self.under}, {call_site()}"))
 
     def rows(self, mine: Sequence[int]) -> list[list[int]]:
         """The numbers of each rank. Collective."""

@@ -46,8 +46,8 @@ class Derivatives(NamedTuple):
     """
 
     values: tuple[Tensor, ...]
-    gradient: Flat = {}  # noqa: RUF012 - never written to
-    product: Flat = {}  # noqa: RUF012 - likewise
+    gradient: Flat
+    product: Flat
 
 
 class ScheduledLoss(ShardedLoss, MayBeScheduled):
@@ -112,12 +112,12 @@ class ScheduledLoss(ShardedLoss, MayBeScheduled):
         verdict, measured, device = outcome.verdict, outcome.measured, torch.device(self.plan.here.mesh.device)
         aux = combine_aux(measured.aux, verdict.means, verdict.floats)
         if not scheduled.spec.train:
-            return Derivatives((aux["loss"].to(device), aux["slope"].to(device)))
+            return Derivatives((aux["loss"].to(device), aux["slope"].to(device)), {}, {})
         value = scalar(verdict.loss, widened([measured.losses[0][0].dtype]), device)
         first = _alone(scheduled.gradient(outcome))
         if not along:
             self.refuse_aux(aux)
-            return Derivatives((value,), first)
+            return Derivatives((value,), first, {})
         return Derivatives((aux["loss"].to(device), value), _alone(scheduled.gradient(outcome, True)), first)
 
 
