@@ -153,7 +153,12 @@ class HessianProduct(MayBeScheduled):
 
 
 def hvp(
-    loss_fn: LossFn, plan: Plan, *, reshard: bool | None = None, schedule: Policy | Auto | str | None = None
+    loss_fn: LossFn,
+    plan: Plan,
+    *,
+    reshard: bool | None = None,
+    schedule: Policy | Auto | str | None = None,
+    compile: str | None = None,
 ) -> HessianProduct:
     """The Hessian of the global mean loss times a vector: ``hvp(loss_fn, plan)(params, v, batch)``.
 
@@ -191,7 +196,7 @@ def hvp(
     False
     """
     loss = loss_of(loss_fn, plan, _resharded(reshard, schedule))
-    return HessianProduct(loss, read_running(Policy(reshard=loss.reshard) if schedule is None else schedule, False))
+    return HessianProduct(loss, read_running(Policy(reshard=loss.reshard) if schedule is None else schedule, False, compile))
 
 
 def loss_of(loss_fn: LossFn, plan: Plan, reshard: bool | None) -> ShardedLoss:

@@ -20,13 +20,58 @@ from fshard.model.unit import Slot, Unit, attach, slot_of
 from fshard.runtime.engine import Mean, read_loss
 from fshard.sharding.plan import Plan
 from fshard.torch_internals import batched, below_transforms, functorch, transforms_depth
-from fshard.transform.dual_units import Frame, Pair, TransformedUnits, refuse_views
+from fshard.transform.dual_units import Pair, TransformedUnits, refuse_views
 from fshard.transform.sample_layers import Caught, CaughtLayers, CaughtLeaf, RowsOf
 from fshard.transform.sample_tape import OUTSIDE, Place, SampleTape
 from fshard.transform.slopes import params_of
 
 Row = Callable[[Any, list[Tensor]], Tensor]
 """A loss of parameters and of the tensors of one row."""
+
+
+class Frame:
+    """A call of a unit beside its tensors, as one value in which the engine looks for none.
+
+    Args:
+        spec: the structure of its parameters and arguments.
+        plain: the leaves of these that are no tensors, and None for each tensor.
+        places: where tensors are among them: the parameters, then the others.
+
+    Attributes:
+        out: the structure of its results.
+        rest: results that are no floating-point tensors, and None for each that is one.
+    """
+
+    def __init__(self, spec: Any, plain: list[Any], places: list[int]) -> None:
+        self.spec, self.plain, self.places = spec, plain, places
+        self.out: Any = None
+        self.rest: list[Any] = []
+
+    @classmethod
+    def of(cls, given: Any) -> tuple["Frame", list[Tensor]]:
+        """The frame of parameters and arguments, and the tensors among these."""
+        leaves, spec = tree.flatten(given)
+        places = [i for i, x in enumerate(leaves) if isinstance(x, Tensor)]
+        plain = [None if isinstance(x, Tensor) else x for x in leaves]
+        return cls(spec, plain, places), [leaves[i] for i in places]
+
+    def call(self, fn: Callable[..., Any], tensors: Sequence[Tensor]) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+        """The results that may have tangents, and the tensors among the others."""
+        filled = list(self.plain)
+        for i, tensor in zip(self.places, tensors, strict=True):
+            filled[i] = tensor
+        params, args, kwargs = tree.unflatten(self.spec, filled)
+        outs, self.out = tree.flatten(fn(params, *args, **kwargs))
+        moving = [isinstance(x, Tensor) and x.is_floating_point() for x in outs]
+        self.rest = [None if moves else x for x, moves in zip(outs, moving, strict=True)]
+        others = tuple([x for x in self.rest if isinstance(x, Tensor)])
+        return tuple([x for x, moves in zip(outs, moving, strict=True) if moves]), others
+
+    def result(self, found: Sequence[Any], others: Sequence[Tensor]) -> Any:
+        """The unit's result."""
+        given, plain = iter(found), iter(others)
+        outs = [next(given) if x is None else next(plain) if isinstance(x, Tensor) else x for x in self.rest]
+        return tree.unflatten(self.out, outs)
 
 
 class SampleUnits(TransformedUnits):
@@ -67,7 +112,7 @@ class SampleUnits(TransformedUnits):
 
     def run(self, engine: Any, unit: Unit, held: list[Pair], given: Any) -> Any:
         """The result of a unit."""
-        frame, tensors = Frame.of(given, [])
+        frame, tensors = Frame.of(given)
         if (made := self.known.get(unit)) is None:
             made = self.known[unit] = Unit(unit.name, SampleFunction(unit))
         inputs = [_parts(x) for x in tensors[len(held) :]]
