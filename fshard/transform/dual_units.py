@@ -35,6 +35,7 @@ Pair = tuple[Tensor, Sequence[Tensor]]
 def dual_function(
     fn: Callable[..., Any],
     trained: tuple[bool, ...],
+    recorded: bool,
     params: Any,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
@@ -45,6 +46,7 @@ def dual_function(
     Args:
         fn: the unit's function.
         trained: whether each of its parameters has a tangent.
+        recorded: whether gradients flow through tangents.
         params: its parameters, and their tangents.
         args: its other arguments.
         kwargs: those by keyword.
@@ -73,7 +75,7 @@ def dual_function(
     found, ahead, others = moving
     refuse_views(getattr(fn, "__name__", "unit"), found, leaves[: len(trained)])
     held = {storage_of(t) for t in along[: len(trained)] if t is not None}
-    ahead = [t.clone() if storage_of(t) in held else t for t in ahead]
+    ahead = [t.clone() if storage_of(t) in held else t if recorded else t.detach() for t in ahead]
     results, plain = iter(found), iter(others)
     outs = [next(results) if x is None else next(plain) if isinstance(x, Tensor) else x for x in rest]
     return tree.unflatten(made[0], outs), ahead
@@ -81,7 +83,7 @@ def dual_function(
 
 def moves(x: Any) -> bool:
     """Tell whether a result may have a tangent."""
-    return isinstance(x, Tensor) and x.is_floating_point()
+    return isinstance(x, Tensor) and (x.is_floating_point() or x.is_complex())
 
 
 def refuse_views(unit: str, found: Sequence[Tensor], leaves: Sequence[Tensor]) -> None:
@@ -217,19 +219,22 @@ class DualUnits(TransformedUnits):
         args, kwargs = tree.unflatten(spec, [inputs[i][0] if i in inputs else x for i, x in enumerate(leaves)])
         trained = tuple([bool(along) for _, along in held])
         if (made := self.known.get((unit, trained))) is None:
-            made = self.known[unit, trained] = Unit(unit.name, _dual(unit.fn, trained))
+            made = self.known[unit, trained] = Unit(unit.name, _dual(unit.fn, trained, self.recorded))
         at = tree.unflatten(tree.flatten(params)[1], [one for one, _ in held])
         params = {"at": at, "along": [along[0] for _, along in held if along]}
         with below_transforms(self.depth - 1):
             result, along = engine.call(made, params, (args, kwargs, [t for _, t in inputs.values()]), {})
             outs, spec = tree.flatten(result)
-            ahead = iter(along if self.recorded else [t.detach() for t in along])
+            ahead = iter(along)
             pairs = [(alone(x), alone(next(ahead))) if moves(x) else x for x in outs]
         return tree.unflatten(spec, [make_dual(*x) if isinstance(x, tuple) else x for x in pairs])
 
 
-def _dual(fn: Callable[..., Any], trained: tuple[bool, ...]) -> Callable[..., Any]:
-    made = functools.partial(dual_function, fn, trained)
+def _dual(fn: Callable[..., Any], *options: Any) -> Callable[..., Any]:
+    """The function of a unit's primals and tangents, with what a compiler asks of the unit's own."""
+    made = functools.partial(dual_function, fn, *options)
+    if hasattr(fn, "kind"):
+        vars(made).update(kind=lambda: (dual_function, fn.kind(), *options), tables=fn.tables)
     return functools.update_wrapper(made, fn, ("__name__",), ())
 
 

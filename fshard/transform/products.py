@@ -176,6 +176,8 @@ def hvp(
             ``reshard`` of the function tells the choice, and so does its ``schedule``. Products are equal, up to the
             order of float sums. Where a product has no schedule, True gathers and computes units again in each pass.
         schedule: as for ``fs.make_train_step``, in the place of ``reshard``: a policy, or ``fs.Auto(memory=...)``.
+        compile: as for ``fs.make_train_step``, of the graphs of a unit and its tangents together, which products on a
+            schedule run: ``print(product.units)``.
 
     Returns:
         The function. ``v`` and the product are trees of shards like ``params``, zero for frozen leaves.

@@ -9,7 +9,6 @@ arrive, across units. A sum made inside of a unit would be another order, so the
 """
 
 import enum
-import functools
 import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -79,13 +78,6 @@ def exact(value: Any) -> tuple[Any, ...]:
     return (type(value), value) if isinstance(value, PLAIN) else (type(value),)
 
 
-def code_of(fn: Any) -> Any:
-    """A key, equal for functions that compute the same."""
-    if isinstance(fn, functools.partial) and not fn.keywords:
-        return (fn.func, *map(code_of, fn.args))
-    return fn.kind() if hasattr(fn, "kind") else fn
-
-
 @dataclass(frozen=True, eq=False)
 class Source:
     """A call ``fn(params, *args, **kwargs)`` to trace: structures of trees, and their leaves.
@@ -106,8 +98,10 @@ class Source:
     @property
     def key(self) -> tuple[Any, ...]:
         """Equal for calls that compute the same, as far as the call itself shows."""
+        kind = getattr(self.fn, "kind", None)
         values = tuple(x if isinstance(x, (Meta, Same)) else exact(x) for x in self.values)
-        return code_of(self.fn), self.params, self.args, self.leaves, self.shared, values, self.policy, self.rows
+        code = self.fn if kind is None else kind()
+        return code, self.params, self.args, self.leaves, self.shared, values, self.policy, self.rows
 
     @property
     def inputs(self) -> list[Meta]:
