@@ -78,7 +78,9 @@ class DirectionalDerivative(MayBeScheduled):
         return found[0], found[1]
 
 
-def jvp(loss_fn: LossFn, plan: Plan, *, reshard: bool | None = None, compile: str | None = None) -> DirectionalDerivative:
+def jvp(
+    loss_fn: LossFn, plan: Plan, *, reshard: bool | None = None, compile: str | None = None
+) -> DirectionalDerivative:
     """The loss and its derivative in a direction: ``jvp(loss_fn, plan)(params, v, batch) -> (loss, slope)``.
 
     One forward pass with forward-mode derivatives (``jax.jvp``), on a schedule as an evaluation; a gradient where an

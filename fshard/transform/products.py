@@ -198,7 +198,9 @@ def hvp(
     False
     """
     loss = loss_of(loss_fn, plan, _resharded(reshard, schedule))
-    return HessianProduct(loss, read_running(Policy(reshard=loss.reshard) if schedule is None else schedule, False, compile))
+    return HessianProduct(
+        loss, read_running(Policy(reshard=loss.reshard) if schedule is None else schedule, False, compile)
+    )
 
 
 def loss_of(loss_fn: LossFn, plan: Plan, reshard: bool | None) -> ShardedLoss:
