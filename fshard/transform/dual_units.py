@@ -53,37 +53,58 @@ def dual_function(
         tangents: those of the tensors among both; None for a zero.
     """
     leaves, spec = tree.flatten((params["at"], args, kwargs))
+    leaves[: len(trained)] = map(alone, leaves[: len(trained)])
     given = iter([alone(t) for t in params["along"]])
     along = [*[next(given) if one else None for one in trained], *tangents]
-    leaves[: len(trained)] = map(alone, leaves[: len(trained)])
     places = [i for i, x in enumerate(leaves) if isinstance(x, Tensor)]
     moved = {i: t for i, t in zip(places, along, strict=True) if t is not None}
-    made: list[Any] = []
-    rest: list[Any] = []
+    structure: list[Any] = []
 
-    def of(*moving: Tensor) -> tuple[tuple[Tensor, ...], list[Tensor]]:
+    def of(*moving: Tensor) -> tuple[list[Tensor], list[Tensor]]:
         filled = list(leaves)
         for i, x in zip(moved, moving, strict=True):
             filled[i] = x
         at, args, kwargs = tree.unflatten(spec, filled)
-        outs, out = tree.flatten(fn(at, *args, **kwargs))
-        made[:] = [out]
-        rest[:] = [None if moves(x) else x for x in outs]
-        return tuple([x for x in outs if moves(x)]), [x for x in rest if isinstance(x, Tensor)]
+        made, found, others = parted(fn(at, *args, **kwargs))
+        structure[:] = [made]
+        return found, others
 
-    moving: Any = jvp(of, tuple([leaves[i] for i in moved]), tuple(moved.values()), has_aux=True)
-    found, ahead, others = moving
+    found, ahead, others = jvp(of, tuple([leaves[i] for i in moved]), tuple(moved.values()), has_aux=True)  # type: ignore[misc]
     refuse_views(getattr(fn, "__name__", "unit"), found, leaves[: len(trained)])
-    held = {storage_of(t) for t in along[: len(trained)] if t is not None}
-    ahead = [t.clone() if storage_of(t) in held else t if recorded else t.detach() for t in ahead]
-    results, plain = iter(found), iter(others)
-    outs = [next(results) if x is None else next(plain) if isinstance(x, Tensor) else x for x in rest]
-    return tree.unflatten(made[0], outs), ahead
+    return joined(structure[0], found, others), _lasting(ahead, along[: len(trained)], recorded)
+
+
+def _lasting(tangents: Sequence[Tensor], directions: Sequence[Tensor | None], recorded: bool) -> list[Tensor]:
+    """Tangents of results, of which none is a view of a parameter's."""
+    held = {storage_of(t) for t in directions if t is not None}
+    own = [t.clone() if storage_of(t) in held else t for t in tangents]
+    return own if recorded else [t.detach() for t in own]
+
+
+Structure = tuple[Any, list[Any]]
+"""The structure of a result, and its leaves, with ``_MOVES`` for each that may have a tangent."""
+
+_MOVES = object()
 
 
 def moves(x: Any) -> bool:
     """Tell whether a result may have a tangent."""
     return isinstance(x, Tensor) and (x.is_floating_point() or x.is_complex())
+
+
+def parted(result: Any) -> tuple[Structure, list[Tensor], list[Tensor]]:
+    """A result's structure, the tensors in it that may have tangents, and the other tensors."""
+    outs, spec = tree.flatten(result)
+    rest = [_MOVES if moves(x) else x for x in outs]
+    return (spec, rest), list(filter(moves, outs)), [x for x in rest if isinstance(x, Tensor)]
+
+
+def joined(structure: Structure, found: Sequence[Any], others: Sequence[Tensor]) -> Any:
+    """The result that ``parted`` has taken apart, of these tensors."""
+    (spec, rest), moving, plain = structure, iter(found), iter(others)
+    return tree.unflatten(
+        spec, [next(moving) if x is _MOVES else next(plain) if isinstance(x, Tensor) else x for x in rest]
+    )
 
 
 def refuse_views(unit: str, found: Sequence[Tensor], leaves: Sequence[Tensor]) -> None:
@@ -224,13 +245,12 @@ class DualUnits(TransformedUnits):
         params = {"at": at, "along": [along[0] for _, along in held if along]}
         with below_transforms(self.depth - 1):
             result, along = engine.call(made, params, (args, kwargs, [t for _, t in inputs.values()]), {})
-            outs, spec = tree.flatten(result)
-            ahead = iter(along)
-            pairs = [(alone(x), alone(next(ahead))) if moves(x) else x for x in outs]
-        return tree.unflatten(spec, [make_dual(*x) if isinstance(x, tuple) else x for x in pairs])
+            structure, found, others = parted(result)
+            pairs = [(alone(x), alone(t)) for x, t in zip(found, along, strict=True)]
+        return joined(structure, [make_dual(*pair) for pair in pairs], others)
 
 
-def _dual(fn: Callable[..., Any], *options: Any) -> Callable[..., Any]:
+def _dual(fn: Any, *options: Any) -> Callable[..., Any]:
     """The function of a unit's primals and tangents, with what a compiler asks of the unit's own."""
     made = functools.partial(dual_function, fn, *options)
     if hasattr(fn, "kind"):

@@ -20,7 +20,7 @@ from fshard.model.unit import Slot, Unit, attach, slot_of
 from fshard.runtime.engine import Mean, read_loss
 from fshard.sharding.plan import Plan
 from fshard.torch_internals import batched, below_transforms, functorch, transforms_depth
-from fshard.transform.dual_units import Pair, TransformedUnits, refuse_views
+from fshard.transform.dual_units import Pair, Structure, TransformedUnits, joined, parted, refuse_views
 from fshard.transform.sample_layers import Caught, CaughtLayers, CaughtLeaf, RowsOf
 from fshard.transform.sample_tape import OUTSIDE, Place, SampleTape
 from fshard.transform.slopes import params_of
@@ -30,7 +30,7 @@ Row = Callable[[Any, list[Tensor]], Tensor]
 
 
 class Frame:
-    """A call of a unit beside its tensors, as one value in which the engine looks for none.
+    """A call of a unit beside its tensors.
 
     Args:
         spec: the structure of its parameters and arguments.
@@ -39,13 +39,11 @@ class Frame:
 
     Attributes:
         out: the structure of its results.
-        rest: results that are no floating-point tensors, and None for each that is one.
     """
 
     def __init__(self, spec: Any, plain: list[Any], places: list[int]) -> None:
         self.spec, self.plain, self.places = spec, plain, places
-        self.out: Any = None
-        self.rest: list[Any] = []
+        self.out: Structure | None = None
 
     @classmethod
     def of(cls, given: Any) -> tuple["Frame", list[Tensor]]:
@@ -55,23 +53,14 @@ class Frame:
         plain = [None if isinstance(x, Tensor) else x for x in leaves]
         return cls(spec, plain, places), [leaves[i] for i in places]
 
-    def call(self, fn: Callable[..., Any], tensors: Sequence[Tensor]) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-        """The results that may have tangents, and the tensors among the others."""
+    def call(self, fn: Callable[..., Any], tensors: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+        """The results that may have gradients, and the tensors among the others."""
         filled = list(self.plain)
         for i, tensor in zip(self.places, tensors, strict=True):
             filled[i] = tensor
         params, args, kwargs = tree.unflatten(self.spec, filled)
-        outs, self.out = tree.flatten(fn(params, *args, **kwargs))
-        moving = [isinstance(x, Tensor) and x.is_floating_point() for x in outs]
-        self.rest = [None if moves else x for x, moves in zip(outs, moving, strict=True)]
-        others = tuple([x for x in self.rest if isinstance(x, Tensor)])
-        return tuple([x for x, moves in zip(outs, moving, strict=True) if moves]), others
-
-    def result(self, found: Sequence[Any], others: Sequence[Tensor]) -> Any:
-        """The unit's result."""
-        given, plain = iter(found), iter(others)
-        outs = [next(given) if x is None else next(plain) if isinstance(x, Tensor) else x for x in self.rest]
-        return tree.unflatten(self.out, outs)
+        self.out, found, others = parted(fn(params, *args, **kwargs))
+        return found, others
 
 
 class SampleUnits(TransformedUnits):
@@ -120,7 +109,8 @@ class SampleUnits(TransformedUnits):
         with below_transforms(self.depth - 1):
             given = called, [x for x, _ in inputs]
             found, others = engine.call(made, {"at": [leaf for leaf, _ in held]}, given, {})
-        return frame.result(*[[batched(x, self.depth) for x in some] for some in (found, others)])
+        assert frame.out is not None
+        return joined(frame.out, *[[batched(x, self.depth) for x in some] for some in (found, others)])
 
 
 @dataclass(frozen=True, eq=False)
@@ -150,10 +140,8 @@ class SampleFunction:
     def __init__(self, unit: Unit) -> None:
         self.fn, self.__name__ = unit.fn, getattr(unit.fn, "__name__", "unit")
 
-    def __call__(
-        self, read: Any, called: SampleCall, inputs: list[Tensor]
-    ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-        """The results that are floating-point tensors, ``(rows, ...)``, and other tensors."""
+    def __call__(self, read: Any, called: SampleCall, inputs: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+        """The results that may have gradients, ``(rows, ...)``, and other tensors."""
         units, frame, leaves = called.units, called.frame, read["at"]
         place = called.engine.place
         paths = [_path(leaf) for leaf in leaves]

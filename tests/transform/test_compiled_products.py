@@ -63,7 +63,7 @@ def wave(p: Any, x: Tensor) -> tuple[Tensor, Tensor]:
 @fs.unit
 def mixed(p: Any, x: Tensor, *, power: int) -> dict[str, Any]:
     out = x @ p["w"] * p["b"].cos()
-    return {"out": out**power, "most": out.argmax(1), "power": power}
+    return {"out": out**power, "most": out.argmax(1), "none": None, "power": power}
 
 
 @fs.unit
