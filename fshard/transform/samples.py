@@ -156,8 +156,8 @@ class SampleTool(MayBeScheduled):
 
     def _check(self, params: Any, batch: Any) -> None:
         self.plan.check_tree(params, whole=False)
-        _rows(batch)
         check_device(batch, self.plan.mesh.device)
+        _rows(batch)
 
     def _met(self, params: Any, batch: Any) -> tuple[Flat, Flat, LossMeeting]:
         """The trainable leaves, the others, and the ranks, when all have checked their arguments."""

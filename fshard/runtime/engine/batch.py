@@ -318,8 +318,12 @@ def check_device(batch: Any, device: torch.device) -> None:
     A number on the CPU (0-dim) goes with tensors of any device.
 
     Raises:
-        BatchError: naming the leaf and both devices; or a tensor without sizes.
+        BatchError: naming the leaf and both devices; or a tensor without sizes, or an iterator.
     """
+    if any([hasattr(x, "__next__") for x in tree.leaves(batch) if not isinstance(x, Tensor)]):
+        spent = [f"{name} is {kind(x)}" for name, x in _named(batch) if hasattr(x, "__next__")]
+        remedy = "Give what it yields, such as next(batches) or list(rows): a loss function may run more than once."
+        raise BatchError(lines("the batch holds iterators, which can be read once:", spent, remedy))
     if any([_ragged(x) for x in tree.leaves(batch)]):
         ragged = [name for name, x in _named(batch) if _ragged(x)]
         remedy = "Make them with layout=torch.jagged, or pad them: torch.nested.to_padded_tensor."

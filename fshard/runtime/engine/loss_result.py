@@ -54,6 +54,9 @@ def read_loss(result: Any) -> Loss:
             f"fs.Mean takes a 0-dim floating tensor and a 0-dim count: got {_shaped(bad[0].total)} and "
             f"{_shaped(bad[0].count)} as the count"
         )
+    negative = [mean.count for mean in means if not isinstance(mean.count, Tensor) and mean.count < 0]
+    if negative:
+        raise LossError(f"fs.Mean has a count of {negative[0]}: count elements, such as mask.sum(), so 0 or more")
     return Loss(total, _count(head), aux)
 
 
