@@ -16,12 +16,10 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-from fshard.errors import TransformError
-from fshard.torch_internals import batched, below_transforms, functorch, transforms_depth
+from fshard import tree
+from fshard.torch_internals import batched, below_transforms, functorch, saved_tensors_hooks, transforms_depth
+from fshard.transform.sample_refusals import hooked, refused, renormed
 from fshard.transform.sample_tape import OUTSIDE, LayerPart, Place, SampleTape, Uses
-
-RANDOM = "randomness error mode"
-"""A part of PyTorch's error about random numbers under ``vmap``."""
 
 
 class CaughtLeaf(NamedTuple):
@@ -170,6 +168,7 @@ class CaughtLayers(TorchFunctionMode):
     Attributes:
         place: the call of a unit that runs.
         leaves: its leaves, by the identity of what it has for them.
+        hooks: those on what autograd saves around it.
     """
 
     def __init__(self, tape: SampleTape, level: int, device: str) -> None:
@@ -177,19 +176,22 @@ class CaughtLayers(TorchFunctionMode):
         self.tape, self.level, self.device = tape, level, device
         self.place = OUTSIDE
         self.leaves: Caught = {}
+        self.hooks = saved_tensors_hooks(False)
 
     @contextmanager
     def within(self, place: Place, leaves: Caught) -> Iterator[None]:
         """Inside, a call of a unit runs."""
-        before = self.place, self.leaves
-        self.place, self.leaves = place, leaves
+        before = self.place, self.leaves, self.hooks
+        self.place, self.leaves, self.hooks = place, leaves, saved_tensors_hooks(False)
         try:
             yield
         finally:
-            self.place, self.leaves = before
+            self.place, self.leaves, self.hooks = before
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if saved_tensors_hooks(False) != self.hooks:
+            raise hooked(func, self.place[0], self._paths((args, kwargs)))
         rule = RULES.get(func)
         # Inside of a derivative that the loss takes itself, the output's gradient does not tell all of the weight's.
         if rule is not None and transforms_depth() == self.level and not torch.is_autocast_enabled(self.device):
@@ -199,9 +201,13 @@ class CaughtLayers(TorchFunctionMode):
         try:
             return (_padded_embedding if func is functional.embedding else func)(*args, **kwargs)
         except RuntimeError as error:
-            if RANDOM not in str(error):
+            if (told := refused(error, func, self.place[0], self._paths((args, kwargs)))) is None:
                 raise
-            raise _random(func, self.place[0]) from error
+            raise told from error
+
+    def _paths(self, given: Any) -> list[str]:
+        """The paths of the leaves among arguments."""
+        return [leaf.path for x in tree.leaves(given) if (leaf := self.leaves.get(id(x)))]
 
     def leaf(self, value: Any) -> CaughtLeaf | None:
         """The leaf that a value is; None for another value."""
@@ -227,15 +233,6 @@ class CaughtLayers(TorchFunctionMode):
         with below_transforms(self.level - 1):
             out: Tensor = function.apply(given, *args)  # type: ignore[no-untyped-call]
         return batched(out, self.level)
-
-
-def _random(func: Any, unit: str) -> TransformError:
-    where = f"in unit {unit}, " if unit else ""
-    return TransformError(
-        f"{where}{getattr(func, '__name__', 'an operator')} draws from torch's generator, and samples are computed "
-        f"together, so that none would have random numbers of its own: give each sample a key with the batch, and use "
-        f"fs.random, such as fs.random.dropout(key, x, 0.1); or split the module in eval mode (module.eval())"
-    )
 
 
 def _linear(mode: CaughtLayers, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor | None:
@@ -279,10 +276,19 @@ def _embedding(
     sparse: bool = False,
 ) -> Tensor | None:
     found = mode.matrix(weight)
-    if found is None or found.turned or max_norm is not None or scale_grad_by_freq or sparse:
+    if found is not None and max_norm is not None:
+        raise renormed(functional.embedding, mode.place[0], found.path)
+    if found is None or found.turned or scale_grad_by_freq or sparse:
         return None
     padding = padding_idx if padding_idx is None or padding_idx >= 0 else len(found.leaf) + padding_idx
     return mode.run(EmbeddingRows, input, found.leaf, padding, Uses(mode.tape, mode.place, found.path))
+
+
+def _bag(mode: CaughtLayers, input: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> None:
+    found = mode.matrix(weight)
+    given = BAG.bind(input, weight, *args, **kwargs).arguments
+    if found is not None and given.get("max_norm") is not None:
+        raise renormed(functional.embedding_bag, mode.place[0], found.path)
 
 
 def _padded_embedding(
@@ -339,6 +345,7 @@ def _attention(
     return batched(found, mode.level)
 
 
+BAG = inspect.signature(functional.embedding_bag)
 HEADS = inspect.signature(functional.multi_head_attention_forward)
 NONE = ("bias_k", "bias_v", "key_padding_mask", "static_k", "static_v")
 OFF = ("add_zero_attn", "need_weights", "use_separate_proj_weight")
@@ -382,6 +389,7 @@ def _heads(mode: CaughtLayers, *args: Any, **kwargs: Any) -> tuple[Tensor, None]
 RULES: Mapping[Any, Callable[..., Any]] = {
     functional.linear: _linear,
     functional.embedding: _embedding,
+    functional.embedding_bag: _bag,
     functional.layer_norm: _layer_norm,
     functional.scaled_dot_product_attention: _attention,
     functional.multi_head_attention_forward: _heads,

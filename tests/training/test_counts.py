@@ -13,12 +13,12 @@ from fshard.errors import BatchError, LossError, PeerError
 def refused(where: str) -> list[str]:
     """On a rank: what a step of a negative count on the last rank says, and whether the next step runs."""
     with fs.make_mesh((-1,), ("data",)) as mesh:
-        params, opt, bad = {"w": torch.ones(4)}, fs.optim.sgd(0.1), [mesh.rank == mesh.size - 1]
+        params, opt, signs = {"w": torch.ones(4)}, fs.optim.sgd(0.1), [1.0]
         plan = fs.make_plan(params, mesh, [(".*", fs.fsdp("data"))], batch=fs.P("data"))
 
         def loss(p: Any, x: Tensor) -> Any:
-            sign = 1.0 - 2.0 * bad[0]
-            mean = fs.Mean((p["w"] * x).sum(), sign * len(x) if where == "number" else torch.tensor(sign * len(x)))
+            count = signs[-1] * len(x)
+            mean = fs.Mean((p["w"] * x).sum(), count if where == "number" else torch.tensor(count))
             # A whole step's count is positive: one microbatch alone is wrong.
             large = fs.Mean(mean.total, torch.where(x.mean() > 2, 100.0, mean.count))
             good = fs.Mean(mean.total, len(x))
@@ -27,7 +27,8 @@ def refused(where: str) -> list[str]:
         state = fs.init_state(plan, opt, params=params)
         step = fs.make_train_step(loss, opt, plan, accumulate=2)
         x, said = torch.cat([torch.ones(2, 4), 3 * torch.ones(2, 4)]), []
-        for bad[0] in (bad[0], False):
+        for sign in (-1.0 if mesh.rank == mesh.size - 1 else 1.0, 1.0):
+            signs.append(sign)
             try:
                 state, metrics = step(state, x)
                 said.append(f"step {state.step}: {metrics.loss.item() > 0}")
