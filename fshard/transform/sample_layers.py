@@ -192,6 +192,8 @@ class CaughtLayers(TorchFunctionMode):
         kwargs = kwargs or {}
         if saved_tensors_hooks(False) != self.hooks:
             raise hooked(func, self.place[0], self._paths((args, kwargs)))
+        if kwargs.get("max_norm") is not None and (paths := self._paths(args)):
+            raise renormed(func, self.place[0], paths)
         rule = RULES.get(func)
         # Inside of a derivative that the loss takes itself, the output's gradient does not tell all of the weight's.
         if rule is not None and transforms_depth() == self.level and not torch.is_autocast_enabled(self.device):
@@ -276,19 +278,10 @@ def _embedding(
     sparse: bool = False,
 ) -> Tensor | None:
     found = mode.matrix(weight)
-    if found is not None and max_norm is not None:
-        raise renormed(functional.embedding, mode.place[0], found.path)
-    if found is None or found.turned or scale_grad_by_freq or sparse:
+    if found is None or found.turned or max_norm is not None or scale_grad_by_freq or sparse:
         return None
     padding = padding_idx if padding_idx is None or padding_idx >= 0 else len(found.leaf) + padding_idx
     return mode.run(EmbeddingRows, input, found.leaf, padding, Uses(mode.tape, mode.place, found.path))
-
-
-def _bag(mode: CaughtLayers, input: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> None:
-    found = mode.matrix(weight)
-    given = BAG.bind(input, weight, *args, **kwargs).arguments
-    if found is not None and given.get("max_norm") is not None:
-        raise renormed(functional.embedding_bag, mode.place[0], found.path)
 
 
 def _padded_embedding(
@@ -345,7 +338,6 @@ def _attention(
     return batched(found, mode.level)
 
 
-BAG = inspect.signature(functional.embedding_bag)
 HEADS = inspect.signature(functional.multi_head_attention_forward)
 NONE = ("bias_k", "bias_v", "key_padding_mask", "static_k", "static_v")
 OFF = ("add_zero_attn", "need_weights", "use_separate_proj_weight")
@@ -389,7 +381,6 @@ def _heads(mode: CaughtLayers, *args: Any, **kwargs: Any) -> tuple[Tensor, None]
 RULES: Mapping[Any, Callable[..., Any]] = {
     functional.linear: _linear,
     functional.embedding: _embedding,
-    functional.embedding_bag: _bag,
     functional.layer_norm: _layer_norm,
     functional.scaled_dot_product_attention: _attention,
     functional.multi_head_attention_forward: _heads,

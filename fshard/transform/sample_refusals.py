@@ -39,10 +39,10 @@ def hooked(func: Any, unit: str, leaves: Sequence[str]) -> TransformError:
     )
 
 
-def renormed(func: Any, unit: str, leaf: str) -> TransformError:
+def renormed(func: Any, unit: str, leaves: Sequence[str]) -> TransformError:
     """The error of an embedding with ``max_norm``."""
     return TransformError(
-        f"{_where(unit, [leaf])}{_name(func)} with max_norm= writes to its leaf, which is gathered, so that the write "
+        f"{_where(unit, leaves)}{_name(func)} with max_norm= writes to its leaf, which is gathered, so that the write "
         f"would be lost: compute a new table, such as weight / weight.norm(dim=1, keepdim=True).clamp(min=1)"
     )
 

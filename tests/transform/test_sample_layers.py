@@ -1,6 +1,7 @@
 """Layers of torch.nn in gradients of single samples: each is right, or refused by name."""
 
 import re
+import warnings
 from typing import Any
 from unittest.mock import patch
 
@@ -129,31 +130,17 @@ def test_layers_of_torch(name: str) -> None:
     assert not wrong(model, loss, batch, microbatches=(None,))
 
 
+LOOP = "has no form.*loop over positions"
+LINEARS = nn.Linear(6, 3), nn.Dropout(0.5)
 REFUSED: dict[str, tuple[Any, Any, str]] = {
-    "rnn": (lambda: First(nn.RNN(6, 5)), TEXTS, "rnn_tanh has no form.*loop over positions"),
-    "gru": (lambda: First(nn.GRU(6, 5)), TEXTS, "gru has no form.*loop over positions"),
-    "lstm": (
-        lambda: First(nn.LSTM(6, 5)),
-        TEXTS,
-        "weight_ih_l0 and 3 more leaves, lstm has no form.*loop over positions",
-    ),
-    "cell": (lambda: First(nn.LSTMCell(6, 5)), ROW, "lstm_cell has no form.*loop over positions"),
-    "largest norm": (
-        lambda: nn.Embedding(7, 6, max_norm=1.0),
-        (5, 4),
-        "on 0.weight, embedding with max_norm= writes to its leaf.*clamp",
-    ),
-    "largest norm of a bag": (
-        lambda: nn.EmbeddingBag(7, 6, max_norm=1.0),
-        (5, 4),
-        "on 0.weight, embedding_bag with.*clamp",
-    ),
+    "rnn": (lambda: First(nn.RNN(6, 5)), TEXTS, f"rnn_tanh {LOOP}"),
+    "gru": (lambda: First(nn.GRU(6, 5)), TEXTS, f"gru {LOOP}"),
+    "lstm": (lambda: First(nn.LSTM(6, 5)), TEXTS, f"weight_ih_l0 and 3 more leaves, lstm {LOOP}"),
+    "cell": (lambda: First(nn.LSTMCell(6, 5)), ROW, f"lstm_cell {LOOP}"),
+    "largest norm": (lambda: nn.Embedding(7, 6, max_norm=1.0), (5, 4), "on 0.weight, embedding with max_norm=.*clamp"),
+    "of a bag": (lambda: nn.EmbeddingBag(7, 6, max_norm=1.0), (5, 4), "on 0.weight, embedding_bag with max.*clamp"),
     "checkpoint": (lambda: Saved(nn.Linear(6, 3)), TEXTS, "on 0.inner.weight and 1 more leaves, linear runs.*fs.remat"),
-    "dropout": (
-        lambda: nn.Sequential(nn.Linear(6, 3), nn.Dropout(0.5)),
-        TEXTS,
-        r"dropout draws from torch's generator.*fs\.random",
-    ),
+    "dropout": (lambda: nn.Sequential(*LINEARS), TEXTS, r"dropout draws from torch's generator.*fs\.random"),
 }
 
 
@@ -186,3 +173,49 @@ def test_layers_that_have_no_form_for_samples_are_refused_before_anything_is_gat
     assert first == second and len({*first}) == 1
     where = "" if outside else "in unit 0, "
     assert re.search(f"^{where}(?!in unit).*{REFUSED[name][2]}", first[0])
+
+
+def by_backward(model: Any, p: Any, x: Tensor) -> Tensor:
+    """A loss that runs a backward of its own."""
+    model.apply(p, x).sum().backward()
+    out: Tensor = model.apply(p, x).sum()
+    return out
+
+
+def marked(model: Any, p: Any, x: Tensor) -> Tensor:
+    """A loss of the input's derivative by plain autograd."""
+    x = x.detach().requires_grad_()
+    return torch.autograd.grad(model.apply(p, x).sum(), x, create_graph=True)[0].square().mean()
+
+
+def decided(model: Any, p: Any, x: Tensor) -> Tensor:
+    """A loss that decides by values."""
+    out: Tensor = model.apply(p, x).sum()
+    return out if x.sum() > 0 else -out
+
+
+PLAIN = [(by_backward, "torch.func.grad"), (marked, "torch.func.grad"), (decided, "torch.where")]
+
+
+@pytest.mark.parametrize(("loss", "remedy"), PLAIN)
+def test_derivatives_and_decisions_of_plain_pytorch_are_refused(loss: Any, remedy: str) -> None:
+    model = fs.split(nn.Sequential(nn.Linear(6, 3)), units=("*",))
+    plan = fs.make_plan(model, fs.make_mesh((1,), ("shard",)), [(".*", fs.fsdp("shard"))])
+    tool = fs.func.clipped_grad(lambda p, x: loss(model, p, x), plan, 1.0)
+    with pytest.raises(TransformError, match=f"^(requires_grad_|backward|__bool__) .*{remedy}"):
+        tool(fs.shard(model.params, plan), torch.ones(4, 6))
+
+
+def test_a_table_by_frequency_warns_of_nothing() -> None:
+    """Each sample counts its own rows, on any number of ranks."""
+
+    def on_rank() -> list[str]:
+        with fs.make_mesh((-1,), ("shard",)) as mesh, warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            model = fs.split(nn.Sequential(nn.Embedding(7, 6, scale_grad_by_freq=True)), units=("*",))
+            plan = fs.make_plan(model, mesh, [(".*", fs.fsdp("shard"))])
+            tool = fs.func.clipped_grad(lambda p, x: model.apply(p, x).sum(), plan, 1.0)
+            tool(fs.shard(model.params, plan), torch.zeros(2, 3, dtype=torch.int64))
+        return [text for each in caught if "freq" in (text := str(each.message))]
+
+    assert fs.virtual_mesh((2,), ("any",)).run(on_rank) == [[], []]

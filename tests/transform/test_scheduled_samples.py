@@ -1,14 +1,13 @@
 """Gradients of single samples on schedules: what travels, by formula; departures; what has no schedule, and why."""
 
 from collections import Counter
+from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 import fshard as fs
 from fshard import tree
-from fshard.errors import TransformError
 from fshard.schedule import check, parse
 from tests.shared.workers import Pools
 from tests.transform.test_ghost_norms import off, one_by_one
@@ -134,12 +133,22 @@ def test_noise_is_added_to_sums() -> None:
     assert all(fs.virtual_mesh((2,), ("any",)).run(noisy))
 
 
-@pytest.mark.parametrize("where", ["in unit 0, dropout", "dropout"])
-def test_random_numbers_of_torch_are_refused_by_name(where: str) -> None:
-    inner = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5))
-    model = fs.split(nn.Sequential(inner), units=("0",) if "unit" in where else ())
-    plan = fs.make_plan(model, fs.make_mesh((1,), ("shard",)), [(".*", fs.fsdp("shard"))])
-    params = fs.shard(model.params, plan)
-    for tool in (fs.func.per_sample_grad, lambda *args: fs.func.clipped_grad(*args, 1.0)):
-        with pytest.raises(TransformError, match=rf"^{where} draws from torch's generator.*fs\.random"):
-            tool(lambda p, x: model.apply(p, x).sum(), plan)(params, torch.ones(3, 4))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_gradients_of_samples_have_the_dtype_of_leaves(dtype: torch.dtype) -> None:
+    """Also where units read them in bfloat16, on a schedule and inside of a transform."""
+    shapes = {"up": (8, 6), "bias": (8,), "down": (3, 8), "unread": (2,)}
+    params = {path: torch.randn(shape, dtype=dtype) for path, shape in shapes.items()}
+    short, mesh = fs.Precision(compute=torch.bfloat16), fs.make_mesh((1,), ("shard",))
+    plan = fs.make_plan(params, mesh, [(".*", fs.fsdp("shard"))], precision=short)
+    shards, x = fs.shard(params, plan), torch.randn(4, 6).bfloat16()
+
+    def loss(p: Any, x: torch.Tensor) -> torch.Tensor:
+        linear = torch.nn.functional.linear
+        return linear(linear(x, p["up"], p["bias"]).tanh(), p["down"]).square().mean()
+
+    tool = fs.func.per_sample_grad(loss, plan)
+    within = torch.vmap(lambda p: tool(p, x))(tree.map(lambda leaf: leaf.expand(1, *leaf.shape), shards))
+    want = one_by_one(loss, {path: leaf.bfloat16() for path, leaf in params.items()}, x)
+    for rows in (tool(shards, x), tree.map(lambda g: g[0], within)):
+        assert all(g.dtype == dtype and g.shape[1:] == shapes[path] for path, g in rows.items())
+        assert all((g - want[path]).abs().max() <= 0.02 * want[path].abs().max() for path, g in rows.items())
