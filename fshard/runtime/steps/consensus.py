@@ -188,7 +188,7 @@ def verdict_of(comm: Communicator, row: "JointRow", mine: Tally, parts: int, cop
     if well:
         if len({*map(tuple, kinds)}) > 1:
             raise unlike_losses([(bool(weighted), int(count), int(named)) for weighted, count, named in kinds])
-        _check_counts([count for _, count in row.told("loss")])
+        _check_counts([[count for _, count in row.told("loss")]])
         plain_numbers = row.told("plain")
         check_equal(comm, [plain_numbers[rank][0] for rank in telling], mine.plain)
     total, count = row.summed("loss")
@@ -198,8 +198,7 @@ def verdict_of(comm: Communicator, row: "JointRow", mine: Tally, parts: int, cop
         scale, elements = divided * copies / count if count else math.nan, count / copies
     more = row.told("more")
     joint = columns_of(comm, [more[rank] for rank in telling], mine.more) if well else []
-    for counts in joint[1 : len(mine.means) : 2]:
-        _check_counts(counts)
+    _check_counts(joint[1 : len(mine.means) : 2])
     means, floats = _means(joint[: len(mine.means)]), joint[len(mine.means) :]
     return Verdict(
         status=row.status,
@@ -315,9 +314,11 @@ def unequal(columns: Sequence[Sequence[float]], told: PlainTold) -> tuple[str, .
     return tuple([name for name, column in zip(names, columns, strict=False) if not alike(column)])
 
 
-def _check_counts(counts: Sequence[float]) -> None:
-    if any([count < 0 for count in counts]):
-        raise negative_counts(counts)
+def _check_counts(of_ranks: Sequence[Sequence[float]]) -> None:
+    """Refuse counts, given by mean and rank, that are negative."""
+    for counts in of_ranks:
+        if any([count < 0 for count in counts]):
+            raise negative_counts(counts)
 
 
 def _means(columns: Sequence[Sequence[float]]) -> tuple[float, ...]:
