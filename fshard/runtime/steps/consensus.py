@@ -188,7 +188,7 @@ def verdict_of(comm: Communicator, row: "JointRow", mine: Tally, parts: int, cop
     if well:
         if len({*map(tuple, kinds)}) > 1:
             raise unlike_losses([(bool(weighted), int(count), int(named)) for weighted, count, named in kinds])
-        _check_counts([[count for _, count in row.told("loss")]])
+        _check_counts([*zip(*row.told("loss"), strict=True)][1:])
         plain_numbers = row.told("plain")
         check_equal(comm, [plain_numbers[rank][0] for rank in telling], mine.plain)
     total, count = row.summed("loss")
