@@ -235,7 +235,7 @@ def test_a_value_that_begins_to_take_part_later_is_told() -> None:
         return f(p, x)
 
     F.grad(f)(p, x)
-    with pytest.raises(fs.errors.TransformError, match=r"shape \(\) that takes part .* Give it with the batch"):
+    with pytest.raises(fs.errors.ScheduleError, match=r"shape \(\) that takes part .* Give it with the batch"):
         F.grad(of, argnums=(0, 1))(p, torch.tensor(2.0))
 
 
