@@ -150,12 +150,13 @@ class Residual:
     """
 
     before: Tensor
-    factor: float
+    factor: float | Tensor
     after: Tensor
 
     def added(self, own: Tensor) -> Tensor:
         """This rank's part with what is left of the sums before, in ``after``."""
-        return torch.add(own, self.before, alpha=self.factor, out=self.after)
+        # Two roundings, as a graph has them, whose factor is in device memory.
+        return torch.mul(self.before, self.factor, out=self.after).add_(own)
 
 
 def summed(
