@@ -155,7 +155,9 @@ class Residual:
 
     def added(self, own: Tensor) -> Tensor:
         """This rank's part with what is left of the sums before, in ``after``."""
-        # Two roundings, as a graph has them, whose factor is in device memory.
+        if isinstance(self.factor, float) and self.factor == 1.0:
+            return torch.add(own, self.before, out=self.after)
+        # Two roundings, as in a graph, whose factor is in device memory.
         return torch.mul(self.before, self.factor, out=self.after).add_(own)
 
 
