@@ -27,11 +27,11 @@ class NumbersInMemory(Protocol):
 
     @property
     def unit(self) -> Tensor:
-        """What residuals are multiplied by, 0-dim."""
+        """The factor of residuals that are kept, 0-dim."""
 
     @property
     def skip(self) -> Tensor:
-        """Whether nothing is updated, 0-dim."""
+        """The flag of a step that updates nothing, bool, 0-dim."""
 
     def of(self, limit: int, dtype: torch.dtype) -> dict[str, Any]:
         """Arguments of the optimizer's update, for slices of a clipping rule whose gradients are of a dtype."""

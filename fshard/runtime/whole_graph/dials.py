@@ -57,17 +57,17 @@ class Dials:
 
     @property
     def feedback(self) -> Tensor:
-        """What residuals are multiplied by when they are added to gradients, 0-dim."""
+        """The factor of residuals that are added to gradients, 0-dim."""
         return self.wide[FEEDBACK]
 
     @property
     def unit(self) -> Tensor:
-        """What residuals are multiplied by when they are kept, 0-dim."""
+        """The factor of residuals that are kept, 0-dim."""
         return self.wide[UNIT]
 
     @property
     def skip(self) -> Tensor:
-        """Whether nothing is updated, 0-dim."""
+        """The flag of a step that updates nothing, bool, 0-dim."""
         return self.wide[SKIP] > 0
 
     @property
