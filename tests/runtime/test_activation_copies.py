@@ -1,14 +1,17 @@
 """The model of streams and the lazy lane refuse a runtime that uses memory of activations too early, or twice."""
 
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+import fshard as fs
+from fshard.runtime.comm.device_streams import Stream
 from fshard.runtime.engine.hosted_activations import HostedActivations
-from fshard.runtime.memory.activation_copies import ActivationCopies, Copied
+from fshard.runtime.memory.activation_copies import ActivationCopies, Copied, HostPool
 from tests.runtime.test_happens_before import raced
 from tests.runtime.test_lanes import CASES, trained
 from tests.shared.lanes import LaneCopies
@@ -87,3 +90,27 @@ def test_the_model_of_streams_refuses_the_fault(fault: str, monkeypatch: pytest.
     races, _ = raced(CASE)
     words = "memory is freed" if fault == "source freed" else "is not ordered behind"
     assert any(words in race and "activation_copies" in race or "ActivationCopies" in race for race in races), races
+
+
+class Counting(Stream):
+    """A stream that notes each new event."""
+
+    def __init__(self) -> None:
+        self.made: list[Any] = []
+
+    def record(self, event: Any = None) -> Any:
+        """The event that is given, or a new one."""
+        if event is None:
+            self.made.append(object())
+        return event or self.made[-1]
+
+
+def test_each_call_has_one_event_each_way_for_all_steps() -> None:
+    streams: Any = SimpleNamespace(outward=Counting(), inward=Counting())
+    copies = ActivationCopies(streams, HostPool(fs.make_mesh((1,), ("data",), device="cpu")))
+    for _ in range(3):
+        for call in (("0", 0), ("0", 1), ("1", 0)):
+            kept = copies.leave(call, [torch.zeros(4, dtype=torch.uint8)]).tensors
+            copies.come(call, kept)
+            copies.drop(kept)
+    assert len(streams.outward.made) == len(streams.inward.made) == 3

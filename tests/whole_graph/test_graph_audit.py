@@ -20,8 +20,6 @@ REFUSED = {
     "8-bit moments": "adamw8bit reads its rate or its count from the host",
     "every second": "every reads its rate",
     "update in backward": "needs update='deferred'",
-    "feedback": "leave something for the next step",
-    "low rank": "leave something for the next step",
     "host": "is kept in memory of the host, or updated there",
     "outer": "the host steers exchanges",
     "optimizer: muon": "partition reads its rate",
@@ -35,6 +33,7 @@ KINDS = {name: kind for name, kind in waits.KINDS.items() if name != "parts" and
 IN_SEGMENTS = (
     *("collectives", "dropout, 2 ranks", "stochastic rounding, 2 ranks", "layout: opt axes, whole gradients"),
     *("wire: replicas, all axes", "graphs, 2 ranks", "packed: int4/32", "layout: some whole, default"),
+    *("wire: replicas, feedback", "low rank: flat"),
 )
 """Kinds whose segments are compared."""
 

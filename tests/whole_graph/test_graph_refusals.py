@@ -64,7 +64,8 @@ def test_a_step_is_made_for_gpus_that_are_not_there() -> None:
     assert repr(step).startswith("<train step")
 
 
-def test_stages_are_refused() -> None:
+@pytest.mark.parametrize("graph", ["step", "segments"])
+def test_stages_are_refused(graph: str) -> None:
     mesh = fs.abstract_mesh((2, 1), ("stage", "shard"), device="cuda")
     plan = fs.make_plan(
         cases.params(),
@@ -75,7 +76,7 @@ def test_stages_are_refused() -> None:
         stages=fs.Stages("stage"),
     )
     with pytest.raises(fs.errors.PlanError, match="the host steers what the stages of a pipeline send"):
-        fs.make_train_step(cases.loss, fs.optim.adamw(1e-3), plan, schedule=GRAPH)
+        fs.make_train_step(cases.loss, fs.optim.adamw(1e-3), plan, schedule=fs.Policy(graph=graph))
 
 
 def test_the_policy_is_printed_parsed_and_hashed_and_gradients_keep_their_memory() -> None:

@@ -65,7 +65,7 @@ class Actions:
         self.aside = aside
         self.replicas = Replicas(comms, resident.kernels)
         self.update: Update | None = None
-        self.feedback = 1.0
+        self.feedback: float | Tensor = 1.0
         self.handles: dict[tuple[str, int], Handle] = {}
         self.readable: set[int] = set()  # groups that units can read now
         self.sums: dict[int, Tensor] = {}  # those that are made in the staging, by group
@@ -85,7 +85,7 @@ class Actions:
         update: Update | None,
         own: bool = False,
         accumulated: Mapping[int, tuple[Tensor, float]] = NOTHING,
-        feedback: float = 1.0,
+        feedback: float | Tensor = 1.0,
     ) -> None:
         """Begin a step.
 

@@ -25,6 +25,14 @@ class NumbersInMemory(Protocol):
     def key(self) -> Tensor:
         """The key of its stochastic rounding, int64, 0-dim."""
 
+    @property
+    def unit(self) -> Tensor:
+        """The factor of residuals that are kept, 0-dim."""
+
+    @property
+    def skip(self) -> Tensor:
+        """The flag of a step that updates nothing, bool, 0-dim."""
+
     def of(self, limit: int, dtype: torch.dtype) -> dict[str, Any]:
         """Arguments of the optimizer's update, for slices of a clipping rule whose gradients are of a dtype."""
 
@@ -96,7 +104,7 @@ class PendingUpdate:
                     self._call(call, numbers)
                 for group in staged:
                     self._update_staged(group, shards[group])
-                self._keep(due, shards)
+                self._keep(due, shards, numbers)
         except BaseException as error:
             if versions != list(map(VERSION, written)):
                 self.broken = f"{type(error).__name__}: {error}"
@@ -107,13 +115,14 @@ class PendingUpdate:
         if over:
             self.release(due)
 
-    def _keep(self, groups: Sequence[int], shards: Shards) -> None:
+    def _keep(self, groups: Sequence[int], shards: Shards, numbers: NumbersInMemory | None) -> None:
         """Keep what the sums of gradients of these groups, which this update applies, have left for the next ones."""
+        unit = self.unit if numbers is None else numbers.unit
         for group in [group for group in groups if group in self.grads.left] if self.grads.left else ():
             for name, left in self.grads.left[group].items():
-                kept = shards[group].opt[name].copy_(left)
-                if name == RESIDUAL and self.unit != 1.0:
-                    kept.mul_(self.unit)
+                kept = shards[group].opt[name]
+                new = left * unit if name == RESIDUAL and (numbers is not None or unit != 1.0) else left
+                kept.copy_(new if numbers is None else torch.where(numbers.skip, kept, new))
 
     def release(self, groups: Sequence[int]) -> None:
         """Let go of the gradients of groups that were updated."""

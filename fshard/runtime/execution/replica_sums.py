@@ -36,7 +36,7 @@ class ReplicaBuffers:
 
     before: Mapping[str, Tensor]
     after: Mapping[str, Tensor]
-    factor: float
+    factor: float | Tensor
 
     @property
     def residual(self) -> Residual:

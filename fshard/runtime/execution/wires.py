@@ -150,12 +150,15 @@ class Residual:
     """
 
     before: Tensor
-    factor: float
+    factor: float | Tensor
     after: Tensor
 
     def added(self, own: Tensor) -> Tensor:
         """This rank's part with what is left of the sums before, in ``after``."""
-        return torch.add(own, self.before, alpha=self.factor, out=self.after)
+        if isinstance(self.factor, float) and self.factor == 1.0:
+            return torch.add(own, self.before, out=self.after)
+        # Two roundings, as in a graph, whose factor is in device memory.
+        return torch.mul(self.before, self.factor, out=self.after).add_(own)
 
 
 def summed(

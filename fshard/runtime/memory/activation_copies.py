@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fshard.runtime.comm import Handle
-from fshard.runtime.comm.device_streams import events
+from fshard.runtime.comm.device_streams import Event, events
 from fshard.runtime.memory.memory_spaces import memory_space
 from fshard.runtime.memory.offload import CopyHandle, Offload
 from fshard.sharding.kinds import MemoryKind
@@ -82,10 +82,14 @@ class ActivationCopies:
 
     A buffer of the pool is written after all that the compute stream has been given, which has waited for whoever read
     it last. What comes back is made on the compute stream, so that the memory is free of what was there before.
+
+    Attributes:
+        over: the event after the latest copies of each call to the host (True), and back.
     """
 
     offload: Offload
     pool: HostPool
+    over: dict[tuple[bool, tuple[str, int]], Event | None] = field(default_factory=dict)
 
     def leave(self, call: tuple[str, int], sources: Sequence[Tensor]) -> Copied:
         """Start to copy to the host."""
@@ -93,7 +97,7 @@ class ActivationCopies:
         with outward.after(events(self.pool.mesh.device)):
             for buffer, source in zip(kept, sources, strict=True):
                 buffer.copy_(source, non_blocking=True)
-            over = outward.record()
+            self.over[True, call] = over = outward.record(self.over.get((True, call)))
         return Copied(kept, CopyHandle(outward, (over,)))
 
     def come(self, call: tuple[str, int], kept: Sequence[Tensor]) -> Copied:
@@ -103,7 +107,7 @@ class ActivationCopies:
         with inward.after(events(device)):
             for target, buffer in zip(targets, kept, strict=True):
                 target.copy_(buffer, non_blocking=True)
-            over = inward.record()
+            self.over[False, call] = over = inward.record(self.over.get((False, call)))
         return Copied(targets, CopyHandle(inward, (over,)))
 
     def drop(self, kept: Sequence[Tensor]) -> None:

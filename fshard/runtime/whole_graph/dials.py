@@ -8,10 +8,10 @@ from torch import Tensor
 from fshard.optim.base import rate
 from fshard.runtime.execution import PendingUpdate
 
-RATE, COUNT, SKIP, SEED, KEY, DIVISORS = range(6)
+RATE, COUNT, SKIP, SEED, KEY, FEEDBACK, UNIT, DIVISORS = range(8)
 """Places of the learning rate, the number of the update, whether nothing is updated, the seed of the backward,
-the key of stochastic rounding, as the bits of an int64, and of what gradients are divided by, one for each rule of
-clipping."""
+the key of stochastic rounding, as the bits of an int64, what residuals are multiplied by when they are added, and when
+they are kept, and of what gradients are divided by, one for each rule of clipping."""
 
 
 class Dials:
@@ -28,18 +28,19 @@ class Dials:
         self.wide = torch.zeros(count, dtype=torch.float64, device=device)
         self.short = torch.zeros(count, dtype=torch.float32, device=device)
 
-    def write(self, update: PendingUpdate | None, seed: float) -> None:
+    def write(self, update: PendingUpdate | None, seed: float, feedback: float) -> None:
         """Set the dials for a step: one copy, which the host does not wait for.
 
         Args:
             update: the update that waits; None if nothing is to be updated.
             seed: the gradient of a loss from which its backward starts.
+            feedback: what residuals are multiplied by when they are added to gradients.
         """
-        values, key = [0.0, 1.0, 1.0, seed, 0.0, *[1.0] * (len(self.wide) - DIVISORS)], 0
+        values, key = [0.0, 1.0, 1.0, seed, 0.0, feedback, 1.0, *[1.0] * (len(self.wide) - DIVISORS)], 0
         if update is not None:
             number = update.step + 1
             scales = [1.0 if scale is None else scale for scale in update.scale]
-            values = [rate(update.opt.lr, number), float(number), 0.0, seed, 0.0, *scales]
+            values = [rate(update.opt.lr, number), float(number), 0.0, seed, 0.0, feedback, update.unit, *scales]
             key = 0 if update.rounding is None else update.rounding.key(update.step)
         given = torch.tensor(values, dtype=torch.float64, device="cpu", pin_memory=self.pinned)
         given.view(torch.int64)[KEY] = key
@@ -53,6 +54,21 @@ class Dials:
     def seed(self) -> Tensor:
         """The gradient of a loss, 0-dim."""
         return self.wide[SEED]
+
+    @property
+    def feedback(self) -> Tensor:
+        """The factor of residuals that are added to gradients, 0-dim."""
+        return self.wide[FEEDBACK]
+
+    @property
+    def unit(self) -> Tensor:
+        """The factor of residuals that are kept, 0-dim."""
+        return self.wide[UNIT]
+
+    @property
+    def skip(self) -> Tensor:
+        """The flag of a step that updates nothing, bool, 0-dim."""
+        return self.wide[SKIP] > 0
 
     @property
     def key(self) -> Tensor:

@@ -3,7 +3,6 @@
 from collections.abc import Iterator
 
 from fshard.optim.base import Optimizer
-from fshard.runtime.memory.optimizer_layout import left_by_sums
 from fshard.runtime.steps import Options
 from fshard.runtime.whole_graph.device_capture import Capture
 from fshard.sharding.plan import Plan
@@ -43,17 +42,8 @@ def graph_problems(plan: Plan, opt: Optimizer, options: Options, capture: Captur
         yield f"{asked} has no operators for debug=True to look at: leave one of them out"
     if running.remat.offloads:
         yield f"{asked}: remat='offload' copies activations to the host"
-    yield from _group_problems(plan, asked)
-
-
-def _group_problems(plan: Plan, asked: str) -> Iterator[str]:
-    """Say which groups the host takes part in, or which leave something for the next step."""
     for group in plan.groups:
-        path = group.leaves[0].path
         if group.offloaded or group.kinds.hosted or group.kinds.opt != "device":
+            path = group.leaves[0].path
             yield f"{asked}: {path} or its optimizer state is kept in memory of the host, or updated there"
-        elif left_by_sums(group):
-            yield f"{asked}: sums of the gradient of {path} leave something for the next step (fs.Wire)"
-        else:
-            continue
-        return
+            return

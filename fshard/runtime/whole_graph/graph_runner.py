@@ -283,14 +283,14 @@ class GraphRunner(Runner):
         request = given._replace(update=update, randomness=nullcontext, seed=self.dials.seed)
         executor = Scheduled(prepared.route, prepared.actions, given.shield)
         executor.cursor = 1
-        prepared.actions.start(given.shards, update, False, given.accumulated, given.feedback)
+        prepared.actions.start(given.shards, update, False, given.accumulated, self.dials.feedback)
         return replace(ready, request=request, executor=executor, parts=graph.parts)
 
     def _load(self, graph: StepGraph, ready: Ready) -> None:
         """Copy the batch and the numbers of a step to where its graph reads them, and end what reads the state."""
         given = ready.request
         graph.copy_batch(given.batch, self.programs.accumulate, self.plan.batch)
-        self.dials.write(_waits(given.update), given.loss_scale / self.divisor)
+        self.dials.write(_waits(given.update), given.loss_scale / self.divisor, given.feedback)
         given.shards.overwrite()
 
     def _replay(self, graph: StepGraph, agreed: Agreed, how: str) -> ProgramRun:
