@@ -8,6 +8,7 @@ from torch import Tensor
 
 from fshard import tree
 from fshard.model.unit import Unit, slot_of
+from fshard.runtime.engine.activations import written_by
 from fshard.runtime.engine.engine import Engine
 from fshard.runtime.memory.slots import storage_of
 from fshard.torch_internals import TorchDispatchMode
@@ -85,22 +86,16 @@ class SourceWatch(TorchDispatchMode):
             for leaf in tree.leaves(result) if found else ():
                 if isinstance(leaf, Tensor):
                     self.begin(leaf, found)
-            if getattr(getattr(func, "_schema", None), "is_mutable", False):
-                self._write(func, args, kwargs or {}, found)
+            for leaf in written_by(func, args, kwargs or {}):
+                self._write(leaf, found)
         return result
 
-    def _write(self, func: Any, args: Any, kwargs: Any, found: Sources) -> None:
+    def _write(self, leaf: Tensor, found: Sources) -> None:
         """Note an op that writes to memory: all that lies there comes from its arguments, too."""
-        for number, argument in enumerate(func._schema.arguments):
-            if argument.alias_info is None or not argument.alias_info.is_write:
-                continue
-            given = args[number] if number < len(args) else kwargs.get(argument.name)
-            for leaf in tree.leaves(given):
-                if isinstance(leaf, Tensor):
-                    place = storage_of(leaf)
-                    self.written.add(tuple(self.outputs.get(place, ())))
-                    for other in [leaf, *self.by_storage.get(place, {}).values()]:
-                        self.begin(other, self._sources(other) | found)
+        place = storage_of(leaf)
+        self.written.add(tuple(self.outputs.get(place, ())))
+        for other in [leaf, *self.by_storage.get(place, {}).values()]:
+            self.begin(other, self._sources(other) | found)
 
     def of(self, values: Any) -> Sources:
         """The sources of all tensors in some values."""
