@@ -135,9 +135,7 @@ class ShardArithmetic(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Look at the operator, run it, and note what its results are."""
         kwargs = kwargs or {}
-        for x in written_by(func, args, kwargs) if self._held else ():
-            if (paths := self._held.get(storage_of(x))) is not None:
-                self.written = self.written or _written(func, paths)
+        self._check_writes(func, args, kwargs)
         if self.off or not isinstance(func, OpOverload) or _name(func) in QUESTIONS:
             return func(*args, **kwargs)
         given = _tensors((args, kwargs))
@@ -156,6 +154,11 @@ class ShardArithmetic(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self._refuse(_not_elementwise(func, cut))
             self._cuts[x] = cut
         return result
+
+    def _check_writes(self, func: Any, args: Any, kwargs: Any) -> None:
+        for x in written_by(func, args, kwargs) if self._held else ():
+            if (paths := self._held.get(storage_of(x))) is not None:
+                self.written = self.written or _written(func, paths)
 
     def known(self, x: Tensor) -> LeafCut | None:
         """The cut of a tensor that was made of shards."""
