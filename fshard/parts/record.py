@@ -122,11 +122,12 @@ class StepRecord:
     @functools.cached_property
     def shared(self) -> list[frozenset[int]]:
         """For each version, the groups that it reads where its base has gathered them."""
-        infos = [group_infos(plan) for plan, _ in self.versions]
+        infos = [[*zip(group_infos(plan), plan.compute_dtypes, strict=True)] for plan, _ in self.versions]
 
-        def alike(mine: GroupInfo, theirs: GroupInfo) -> bool:
-            same = mine.full_bytes == theirs.full_bytes and mine.transfer("all_gather") == theirs.transfer("all_gather")
-            return mine.gathered and theirs.gathered and same and not mine.name.endswith(MARK)
+        def alike(mine: tuple[GroupInfo, Any], theirs: tuple[GroupInfo, Any]) -> bool:
+            (own, dtype), (other, base) = mine, theirs
+            same = dtype == base and own.transfer("all_gather") == other.transfer("all_gather")
+            return own.gathered and other.gathered and same and not own.name.endswith(MARK)
 
         return [
             frozenset()

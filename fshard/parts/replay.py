@@ -255,7 +255,7 @@ class Replay(Composition):
         if (
             plan is None
             or given is not None
-            or plan is not source.form.plan
+            or plan is not self.versions[version].plan
             or self.step.recorded.bases[version] != self.versions[version].base
         ):
             raise Mispredicted("the step function makes other parameters than when it was traced")
