@@ -1,10 +1,9 @@
 """Pytrees with paths. The only module that imports optree.
 
 There are two kinds of tree. *Parameter trees* are nested dicts with string keys and tensors at the leaves; a leaf is
-named by its dotted path (``blocks.3.attn.qkv.weight``), in the insertion order of its dict, the order in which a module
-registered it. *Other trees* (a batch, the arguments and results of a unit) are what optree flattens, and besides,
-unlike in optree and in JAX, dataclasses and mutable mappings that hold tensors, such as the outputs of Hugging Face's
-models and the batches of their tokenizers.
+named by its dotted path (``blocks.3.attn.qkv.weight``), in the order in which a module registered it. *Other trees* (a
+batch, the arguments and results of a unit) are what optree flattens, and, unlike in optree and in JAX, dataclasses and
+mutable mappings that hold tensors: the outputs of Hugging Face's models, the batches of their tokenizers.
 """
 
 import copy
@@ -23,7 +22,8 @@ from fshard.hints import unknown_name
 
 _LATER = (
     ("fshard.parts.arithmetic", "add scale"),
-    ("fshard.transform.tree_vectors", "norm normal norms rademacher stack vdot"),
+    ("fshard.transform.random_trees", "normal rademacher"),
+    ("fshard.transform.tree_vectors", "norm norms stack vdot"),
 )
 """Functions of trees of shards. They need plans, so they lie in higher rooms, and are looked up when asked for."""
 

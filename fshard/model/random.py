@@ -242,7 +242,7 @@ def checked() -> Reuse:
     ...     k1, k2 = split(key(0))
     ...     pair = uniform(k1), normal(k2)
     """
-    return Reuse(_draw)
+    return Reuse(_draw, draw_words)
 
 
 @dataclass(frozen=True)
@@ -315,6 +315,14 @@ def _draw(key: Tensor, part: DrawnBox, finish: Callable[[Words], Tensor]) -> Ten
         return runs(pair, first.view(1), n, finish).view(part.shape)
     words = blocks(pair, torch.arange(first >> 2, (first + n + 3) >> 2, device=device), finish)
     return words.reshape(-1)[first & 3 : (first & 3) + n].view(part.shape)
+
+
+def draw_words(key: Tensor, part: DrawnBox, counters: Tensor) -> Tensor:
+    """The words of these counters, int64, ``(len(counters), 4)``. They are part of a draw of words, for ``checked``."""
+    if has_torch_function_unary(key):
+        words: Tensor = handle_torch_function(draw_words, (key,), key, part, counters)
+        return words
+    return blocks(check_key(key), counters, integers)
 
 
 def check_key(key: Any) -> tuple[Tensor, Tensor]:

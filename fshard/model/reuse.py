@@ -17,15 +17,15 @@ PACKAGES = (str(Path(__file__).parents[1]), str(Path(torch.__file__).parent))
 
 
 class Reuse(TorchFunctionMode):
-    """Records the draws from each key that ``draw(key, part, ...)`` makes; raises where two of them share positions."""
+    """Records the draws of functions ``draw(key, part, ...)``; raises where two from one key share positions."""
 
-    def __init__(self, draw: Callable[..., Tensor]) -> None:
+    def __init__(self, *draws: Callable[..., Tensor]) -> None:
         super().__init__()
-        self.draw = draw
+        self.draws = draws
         self.seen: dict[tuple[int, ...], list[tuple[Any, str]]] = {}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is self.draw and graph_task() == -1:
+        if func in self.draws and graph_task() == -1:
             self._record(args[0], args[1])
         return func(*args, **(kwargs or {}))
 

@@ -317,6 +317,6 @@ def _reads(stages: StepProgram) -> list[tuple[int, ...]]:
         if isinstance(stage, Local):
             reads.append(())
         else:
-            once = [stage.program.reads[op.target] for op in stage.program.computes]
+            once = [stage.program.needs(op) for op in stage.program.computes]
             reads += [once[at] for _, at in stage.sequence]
     return reads

@@ -122,7 +122,7 @@ class _Run:
             yield from self._part_over()
             self.part += 1
         part = self.parts[self.part]
-        reads = part.reads.get(op.target, ())
+        reads = part.needs(op)
         if part.local is not None:
             yield from self._local(op, part.local)
         yield from self.edges.read(self.done)

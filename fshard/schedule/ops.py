@@ -25,7 +25,7 @@ import functools
 from collections import Counter
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 from fshard.schedule import schedule_refusals
 from fshard.schedule.transfers import KINDS, PeriodicTransfer, Transfer
@@ -111,7 +111,8 @@ class Program:
         backward: those that receive gradients, in the order in which their gradients are computed.
         reads: ids of the groups that each unit reads. ``reads["root"]`` are those read outside of units; a
             missing entry means none.
-        parted: whether backwards compute the gradients of inputs alone, and ops ``weight`` those of leaves.
+        parted: whether backwards compute the gradients of inputs alone, and ops ``weight`` those of leaves; ``"taped"``
+            if these read no parameters.
         hosted: the units that keep on the host what their backward reads, and how many computes ahead of it that
             comes back.
 
@@ -123,7 +124,7 @@ class Program:
     forward: tuple[Call, ...]
     backward: tuple[Call, ...]
     reads: Mapping[str, tuple[int, ...]] = field(hash=False)
-    parted: bool = False
+    parted: bool | Literal["taped"] = False
     hosted: Mapping[str, int] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
@@ -146,8 +147,12 @@ class Program:
         weight = [Op("weight", call.unit, call.index) for call in self.backward if self.parted]
         return Op("forward", ROOT), *forward, *backward, *weight, Op("backward", ROOT)
 
+    def needs(self, op: Op) -> tuple[int, ...]:
+        """The groups that a compute op reads."""
+        return () if op.kind == "weight" and self.parted == "taped" else self.reads[op.target]
+
     def fills(self, op: Op) -> tuple[int, ...]:
-        """The groups that a compute op reads, and whose gradients it fills."""
+        """The groups whose gradients a compute op fills."""
         kind = "weight" if self.parted and op.target != ROOT else "backward"
         return self.reads[op.target] if op.kind == kind else ()
 

@@ -5,6 +5,7 @@ It is made from what a step does and from its groups. Nothing of it comes from `
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Literal
 
 from fshard.schedule.ops import ROOT, GroupInfo, Op
 from fshard.schedule.schedule import Schedule
@@ -92,7 +93,7 @@ class PartProgress:
         reads: names of the groups that each unit reads.
         fills: what its backward fills, by the name of the group that is read.
         local: the code between passes.
-        parted: whether its backwards are in two parts.
+        parted: whether its backwards are in two parts; ``"taped"`` if the second reads no parameters.
     """
 
     start: int
@@ -101,10 +102,14 @@ class PartProgress:
     reads: Mapping[str, Sequence[str]]
     fills: Mapping[str, Fill]
     local: Local | None = None
-    parted: bool = False
+    parted: bool | Literal["taped"] = False
+
+    def needs(self, op: Op) -> Sequence[str]:
+        """The names of the groups that an op reads."""
+        return () if op.kind == "weight" and self.parted == "taped" else self.reads.get(op.target, ())
 
     def filled_by(self, op: Op) -> list[str]:
-        """The names of the groups that are read and whose gradients an op fills."""
+        """The names of the groups whose gradients an op fills."""
         kind = "weight" if self.parted and op.target != ROOT else "backward"
         return [name for name in self.reads.get(op.target, ()) if op.kind == kind and name in self.fills]
 
@@ -156,7 +161,7 @@ def _place(schedule: Schedule, parts: Sequence[PartProgress], tracks: Mapping[st
             local += 1
             continue
         for at in range(part.start, part.end):
-            for name in part.reads[schedule.stages.steps[at].target]:
+            for name in part.needs(schedule.stages.steps[at]):
                 tracks[name].uses.append(at)
 
 

@@ -18,6 +18,7 @@ import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields
+from typing import Literal
 
 from fshard.reading.texts import parse_json
 from fshard.schedule.ops import Call, Program
@@ -88,11 +89,11 @@ def wrapped(word: str, items: Iterable[str]) -> Iterator[str]:
         yield line
 
 
-PROGRAM = ("unit", "forward", "backward", "hosted")
+PROGRAM = ("unit", "forward", "backward", "parted", "hosted")
 """The words that begin lines of a program."""
 
 LOCAL = tuple([each.name for each in fields(Local)])
-STAGES = ("pass", "fills", "local", *LOCAL, "update", "parted", "order", "edges")
+STAGES = ("pass", "fills", "local", *LOCAL, "update", "order", "edges")
 """The words that begin further lines of a step of several passes."""
 
 GRADIENTS = ("own", "given")
@@ -125,7 +126,7 @@ def _program_lines(program: Program, names: Sequence[str]) -> Iterator[str]:
     for word, calls in (("forward", program.forward), ("backward", program.backward)):
         yield from wrapped(word, [quoted(call.unit) + (f" #{call.index}" if call.index else "") for call in calls])
     if program.parted:
-        yield "parted"
+        yield "parted" + " taped" * (program.parted == "taped")
     yield from (f"hosted {quoted(unit)} ahead={ahead}" for unit, ahead in program.hosted.items())
 
 
@@ -139,7 +140,7 @@ class _PassLines:
         self.edges: list[Edge] = []
         self.reads: dict[str, tuple[int, ...]] = {}
         self.calls: dict[str, list[Call]] = {"forward": [], "backward": []}
-        self.parted = False
+        self.parted: bool | Literal["taped"] = False
         self.hosted: dict[str, int] = {}
 
     def program(self) -> Program:
@@ -205,7 +206,9 @@ class StageReader:
         elif word == "unit":
             _read_unit(stage, tokens, ids)
         elif word == "parted":
-            stage.parted = True
+            if tokens not in ([], ["taped"]):
+                raise ValueError("backwards in two parts are written 'parted', or 'parted taped'")
+            stage.parted = "taped" if tokens else True
         elif word == "hosted":
             _read_hosted(stage, tokens)
         elif word == "fills":

@@ -13,7 +13,7 @@ from fshard.runtime.steps.step_options import read_running
 from fshard.schedule.policy import Policy
 from fshard.sharding.plan import Plan
 from fshard.training.metrics import global_result
-from fshard.transform import tree_vectors
+from fshard.transform import random_trees, tree_vectors
 from fshard.transform.linearized import KEPT
 from fshard.transform.products import HessianProduct, hvp
 from fshard.transform.scheduled_function import MayBeScheduled, ScheduledFunction, Schedules, check_arguments
@@ -68,7 +68,7 @@ class TraceSamples(MayBeScheduled):
         return torch.stack(found[: self.samples]).to(self.plan.here.mesh.device)
 
     def _signs(self, key: Tensor, number: int) -> dict[str, Any]:
-        return tree_vectors.rademacher(fold_in(key, number), self.plan)
+        return random_trees.rademacher(fold_in(key, number), self.plan)
 
     def _by_products(self, params: Any, batch: Any, key: Tensor) -> Tensor:
         """The same by Hessian-vector products."""

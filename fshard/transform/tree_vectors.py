@@ -1,7 +1,6 @@
-"""Trees of shards as vectors: inner products, norms, random directions, stacks."""
+"""Trees of shards as vectors: inner products, norms, stacks."""
 
-import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,13 +12,12 @@ from fshard.collectives.linear import LinearSum, apply
 from fshard.collectives.ranks import Ranks
 from fshard.collectives.scope import cutting
 from fshard.errors import TreeError, lines
-from fshard.model import random
-from fshard.sharding.layout import Group, Piece
+from fshard.sharding.layout import Group
 from fshard.sharding.mesh import Axes
 from fshard.sharding.plan import Plan
 from fshard.sharding.stage_table import refuse_stages
 from fshard.sharding.validate import misfit
-from fshard.state.elementwise import ALIKE_REMEDY, cut_of, know_shards, unguarded
+from fshard.state.elementwise import ALIKE_REMEDY, cut_of, unguarded
 from fshard.state.flat import known_flat, path_of, same_layout
 
 
@@ -44,7 +42,7 @@ def vdot(a: Any, b: Any, plan: Plan) -> Tensor:
     >>> vdot({"w": w.flatten()}, {"w": torch.ones(4)}, plan)
     tensor(10.)
     """
-    _expect_plan("fs.tree.vdot(a, b, plan)", plan)
+    expect_plan("fs.tree.vdot(a, b, plan)", plan)
     with cutting(plan.mesh), unguarded():
         return _dot(a, b, plan)
 
@@ -192,7 +190,7 @@ def norm(a: Any, plan: Plan) -> Tensor:
     >>> norm({"w": torch.tensor([3.0, 0.0, 0.0, 4.0])}, plan)
     tensor(5.)
     """
-    _expect_plan("fs.tree.norm(a, plan)", plan)
+    expect_plan("fs.tree.norm(a, plan)", plan)
     return vdot(a, a, plan).sqrt()
 
 
@@ -218,7 +216,7 @@ def norms(a: Any, plan: Plan) -> dict[str, Any]:
     >>> norms({"w": torch.tensor([3.0, 0.0, 0.0, 4.0]), "b": torch.ones(4)}, plan)
     {'w': tensor(5.), 'b': tensor(2.)}
     """
-    _expect_plan("fs.tree.norms(a, plan)", plan)
+    expect_plan("fs.tree.norms(a, plan)", plan)
     with cutting(plan.mesh), unguarded():
         found, places, here = _leaves("a", a, plan), plan.places(), plan.mesh.everywhere
         squares: dict[tuple[Axes, torch.dtype], dict[str, Tensor]] = {}
@@ -234,47 +232,6 @@ def norms(a: Any, plan: Plan) -> dict[str, Any]:
             )
         root = _root("a", dict(tree.paths(a)), plan) if len(found) < len(plan.leaves) else ""
     return tree.nest({path: out[f"{root}{path}"] for path, _ in tree.paths(a)})
-
-
-def normal(key: Tensor, plan: Plan) -> dict[str, Any]:
-    """A tree of shards of standard normal numbers, which do not depend on the mesh. Local.
-
-    Outside of ``run`` of a virtual mesh it is a tree of whole tensors.
-
-    Args:
-        key: of ``fs.random``, the same on every rank.
-        plan: the plan. Frozen leaves get zeros.
-
-    Raises:
-        PlanError: invalid arguments.
-
-    >>> import fshard as fs
-    >>> mesh, w = fs.make_mesh((1,), ("data",)), torch.tensor([[1.0, 2.0], [3.0, 4.0]])
-    >>> plan = fs.make_plan({"w": w}, mesh, [(".*", fs.fsdp("data"))])
-    >>> normal(fs.random.key(0), plan)["w"].shape
-    torch.Size([4])
-    """
-    return _random(key, plan, random.normal)
-
-
-def rademacher(key: Tensor, plan: Plan) -> dict[str, Any]:
-    """A tree of shards of signs, -1 or 1, which do not depend on the mesh. Arguments are those of ``normal``.
-
-    Args:
-        key: of ``fs.random``, the same on every rank.
-        plan: the plan. Frozen leaves get zeros.
-
-    >>> import fshard as fs
-    >>> mesh, w = fs.make_mesh((1,), ("data",)), torch.tensor([[1.0, 2.0], [3.0, 4.0]])
-    >>> plan = fs.make_plan({"w": w}, mesh, [(".*", fs.fsdp("data"))])
-    >>> rademacher(fs.random.key(0), plan)["w"].abs()
-    tensor([1., 1., 1., 1.])
-    """
-
-    def signs(key: Tensor, shape: Sequence[int], dtype: torch.dtype, **where: Any) -> Tensor:
-        return random.bernoulli(key, 0.5, shape, **where).to(dtype) * 2 - 1
-
-    return _random(key, plan, signs)
 
 
 def stack(trees: Sequence[Any]) -> Any:
@@ -309,29 +266,7 @@ def zero_filled(plan: Plan, found: Mapping[str, Tensor], rest: Mapping[str, Tens
     return tree.nest({path: whole[path] for path in plan.leaves})
 
 
-def _expect_plan(call: str, plan: Any) -> None:
+def expect_plan(call: str, plan: Any) -> None:
+    """Refuse anything but a plan without stages."""
     expect(call, [("plan", plan, Plan, "what fs.make_plan returned")])
     refuse_stages(call, plan)
-
-
-def _random(key: Tensor, plan: Plan, draw: Callable[..., Tensor]) -> dict[str, Any]:
-    random.check_key(key)
-    _expect_plan("a random tree (key, plan)", plan)
-    out, places, device = {}, plan.places(), plan.mesh.device
-    for number, (path, leaf) in enumerate(plan.leaves.items()):
-        group, at = places[path]
-        piece, own = group.piece(at, plan.mesh), random.fold_in(key.to(device), number)
-        local = group.local_shape(at, plan.mesh)
-        if plan.mesh.everywhere:  # the caller stands for all ranks, and trees are of whole tensors
-            piece, local = Piece((0,) * len(leaf.shape), leaf.shape, 0, math.prod(leaf.shape)), leaf.shape
-        if not leaf.trainable:
-            out[path] = torch.zeros(local, dtype=leaf.dtype, device=device)
-        elif piece.shape == leaf.shape:
-            run = draw(own, (piece.numel,), leaf.dtype, start=piece.start)
-            out[path] = run.view(local)
-        else:
-            box = draw(own, piece.shape, leaf.dtype, start=piece.offset, of=leaf.shape)
-            out[path] = box.reshape(-1)[piece.start : piece.stop].view(local)
-    made = tree.nest(out)
-    know_shards(made, plan)
-    return made

@@ -294,8 +294,9 @@ def test_the_kernel_has_these_bits_where_triton_interprets_it() -> None:
 
 
 @KERNEL
+@pytest.mark.parametrize("stored", [False, True])
 @pytest.mark.parametrize("grain", [1, 4])
-def test_the_kernel_can_be_compiled_for_a_gpu(grain: int) -> None:
+def test_the_kernel_can_be_compiled_for_a_gpu(grain: int, stored: bool) -> None:
     """This needs no GPU: Triton comes with NVIDIA's assembler."""
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -305,6 +306,7 @@ def test_the_kernel_can_be_compiled_for_a_gpu(grain: int) -> None:
         "levels": 0 if grain == 4 else 2,
         "grain": grain,
         "counters": rounding_kernel.BLOCK // grain,
+        "stored": stored,
     }
     named |= rounding_kernel.CONSTANTS
     types = {
@@ -314,7 +316,7 @@ def test_the_kernel_can_be_compiled_for_a_gpu(grain: int) -> None:
         "length": "i32",
         "table": "*i64",
         "leaves": "i32",
-        "key": "i64",
+        "key": "*i64" if stored else "i64",
     }
     signature = types | dict.fromkeys(named, "constexpr")
     source = ASTSource(fn=rounding_kernel.KERNEL, signature=signature, constexprs=named)

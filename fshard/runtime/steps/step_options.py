@@ -34,7 +34,7 @@ class RunOptions:
     @property
     def graph(self) -> bool:
         """Tell whether steps are captured and replayed."""
-        return isinstance(self.policy, Policy) and self.policy.graph == "step"
+        return isinstance(self.policy, Policy) and self.policy.graph != "none"
 
     def debugged(self, debug: bool) -> "RunOptions":
         """The same, in debug mode also where this says so."""
