@@ -193,6 +193,28 @@ def test_products_at_one_point_read_it_each_in_its_own_dtype() -> None:
     assert step.record == step.schedule.ops
 
 
+def test_the_loss_of_a_product_may_read_a_number_of_the_step() -> None:
+    newton, made, x, told = Newton(fs.virtual_mesh((2,), ("data",))), net(), rows(), dict[int, Tensor]()
+
+    def loss_fn(params: Any, batch: Any) -> Tensor:
+        return told[newton.plan.here.mesh.rank] * outer(newton.model.apply(params, batch[0]), batch)
+
+    product = fs.func.hvp(loss_fn, newton.plan)
+
+    def fn(state: Any, batch: Any) -> Any:
+        loss, v = newton.gradient(state, batch)
+        told[newton.plan.here.mesh.rank] = loss
+        return newton.update(state, product(state.params, v, batch))[0], []
+
+    found, _, step = newton.steps(fn)
+    f = lambda p: outer(functional_call(made, p, (x[0],)), x)  # noqa: E731
+    p = {path: leaf.detach().clone() for path, leaf in made.named_parameters()}
+    for _ in range(STEPS):
+        v = jvp(grad(f), (p,), (grad(f)(p),))[1]
+        p = tree.map(lambda x, y, scale=f(p): x - RATE * scale * y, p, v)
+    assert far(found, p) < TOLERANCE and step.record == step.schedule.ops
+
+
 def test_samples_of_the_trace_are_a_pass_too() -> None:
     newton, key = Newton(fs.virtual_mesh((2,), ("data",))), fs.random.key(3)
     state, batch = newton.start(), newton.plan.local_batch(rows())
