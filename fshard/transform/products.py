@@ -28,7 +28,7 @@ from fshard.transform.linearized import LinearMap, keeps, met, own_storage, plai
 from fshard.transform.meeting import meeting
 from fshard.transform.product_modes import Flat, ProductModes, direction_of
 from fshard.transform.scheduled_function import MayBeScheduled, ScheduledFunction, Schedules, check_arguments
-from fshard.transform.sharded_loss import GatheredLoss, LossFn, ShardedLoss, check_loss, sharded_loss
+from fshard.transform.sharded_loss import GatheredLoss, LossFn, ShardedLoss, check_loss
 from fshard.transform.slopes import Slope
 from fshard.transform.tree_vectors import split_trainable, zero_filled
 
@@ -153,7 +153,12 @@ class HessianProduct(MayBeScheduled):
 
 
 def hvp(
-    loss_fn: LossFn, plan: Plan, *, reshard: bool | None = None, schedule: Policy | Auto | str | None = None
+    loss_fn: LossFn,
+    plan: Plan,
+    *,
+    reshard: bool | None = None,
+    schedule: Policy | Auto | str | None = None,
+    compile: str | None = None,
 ) -> HessianProduct:
     """The Hessian of the global mean loss times a vector: ``hvp(loss_fn, plan)(params, v, batch)``.
 
@@ -171,6 +176,8 @@ def hvp(
             ``reshard`` of the function tells the choice, and so does its ``schedule``. Products are equal, up to the
             order of float sums. Where a product has no schedule, True gathers and computes units again in each pass.
         schedule: as for ``fs.make_train_step``, in the place of ``reshard``: a policy, or ``fs.Auto(memory=...)``.
+        compile: as for ``fs.make_train_step``, of the graphs of a unit and its tangents together, which products on a
+            schedule run: ``print(product.units)``.
 
     Returns:
         The function. ``v`` and the product are trees of shards like ``params``, zero for frozen leaves.
@@ -191,14 +198,16 @@ def hvp(
     False
     """
     loss = loss_of(loss_fn, plan, _resharded(reshard, schedule))
-    return HessianProduct(loss, read_running(Policy(reshard=loss.reshard) if schedule is None else schedule, False))
+    return HessianProduct(
+        loss, read_running(Policy(reshard=loss.reshard) if schedule is None else schedule, False, compile)
+    )
 
 
 def loss_of(loss_fn: LossFn, plan: Plan, reshard: bool | None) -> ShardedLoss:
     """The global mean loss; without a choice, models of few bytes stay gathered."""
     check_loss(loss_fn, plan)
     expect("(loss_fn, plan, reshard=)", [("reshard", reshard, (bool, type(None)), "True, False or None")])
-    return sharded_loss(loss_fn, plan, reshard=not keeps(plan) if reshard is None else reshard)
+    return ShardedLoss(loss_fn, plan, False, not keeps(plan) if reshard is None else reshard, False)
 
 
 def _resharded(reshard: bool | None, schedule: Any) -> bool | None:

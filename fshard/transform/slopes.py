@@ -38,7 +38,7 @@ class TangentFunction:
 
     loss: ShardedLoss
     plan: Plan
-    known: dict[Unit, Unit] = field(default_factory=dict, repr=False)
+    known: dict[Any, Unit] = field(default_factory=dict, repr=False)
 
     def total(self, units: TransformedUnits, batch: Any, count: list[Any]) -> tuple[Tensor, tuple[Tensor, ...]]:
         """The total of the loss, and its count if that is a tensor. It goes to ``count`` if it is none."""
@@ -59,14 +59,29 @@ class Slope(TangentFunction):
 
     def __call__(self, params: Any, batch: Any) -> Any:
         """The derivative, an ``fs.Mean`` if the loss is one."""
+        return self._both(params, batch)[0]
+
+    def _both(self, params: Any, batch: Any) -> tuple[Any, Any]:
+        """The derivative, and the loss, of which no gradient is taken."""
         count: list[Any] = []
 
         def of(_: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
             return self.total(DualUnits(pairs(self.plan, params), self.known), batch, count)
 
         with plain_attention():
-            _, slope, counts = jvp(of, (self.zero(),), (self.zero(),), has_aux=True)  # type: ignore[misc]
-        return mean_like(slope, counts[0] if counts else count[0])
+            value, slope, counts = jvp(of, (self.zero(),), (self.zero(),), has_aux=True)  # type: ignore[misc]
+        weight = counts[0] if counts else count[0]
+        return mean_like(slope, weight), mean_like(value.detach(), weight)
+
+
+@dataclass(frozen=True, eq=False)
+class SlopeBesideLoss(Slope):
+    """A loss's derivative along a direction as a loss function, with the loss as an auxiliary value."""
+
+    def __call__(self, params: Any, batch: Any) -> Any:
+        """The derivative and the loss, as ``fs.Mean`` if the loss is one."""
+        slope, value = self._both(params, batch)
+        return slope, {"loss": value}
 
 
 @dataclass(frozen=True, eq=False)
@@ -78,7 +93,7 @@ class ValueAndSlope(TangentFunction):
         count: list[Any] = []
 
         def of(_: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
-            return self.total(ForwardUnits(pairs(self.plan, params), _with_tangent, self.known), batch, count)
+            return self.total(DualUnits(pairs(self.plan, params), self.known, recorded=False), batch, count)
 
         with plain_attention():
             value, slope, counts = jvp(of, (self.zero(),), (self.zero(),), has_aux=True)  # type: ignore[misc]
@@ -148,7 +163,7 @@ class CurvedOutputs:
     predict: Callable[[Any, Any], Any]
     bend: Callable[[Any, Any, Any], tuple[Any, Any]]
     plan: Plan
-    known: dict[Unit, Unit] = field(default_factory=dict, repr=False)
+    known: dict[Any, Unit] = field(default_factory=dict, repr=False)
 
     def __call__(self, params: Any, batch: Any) -> Any:
         """The scalar, an ``fs.Mean`` if the loss is one."""
@@ -183,7 +198,3 @@ def zero_on(plan: Plan) -> Tensor:
 def mean_like(value: Tensor, count: Any) -> Any:
     """A part of a mean with this count; None for a plain number."""
     return value if count is None else Mean(value, count)
-
-
-def _with_tangent(leaf: Tensor, tangents: Sequence[Tensor]) -> Tensor:
-    return make_dual(leaf, tangents[0])
