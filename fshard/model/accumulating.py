@@ -72,11 +72,9 @@ def _updates(code: CodeType, name: str) -> Iterator[bool]:
     """
     before, line, reads, copies, local = None, -1, 0, False, dict[str, None]()
     for op in dis.get_instructions(code):
-        at = op.positions.lineno if op.positions is not None and op.positions.lineno is not None else -2
-        if at != line:
+        if (at := _line(op)) != line:
             line, reads, copies = at, 0, False
-        own = before is not None and op.argval == name and _own(before, code)
-        reads += (op.opname == "LOAD_ATTR" and own) or _loads(op, local)
+        reads += _loads(op, local) or (op.opname, op.argval) == ("LOAD_ATTR", name) and _own(before, code)
         copies = copies or op.opname == "COPY"
         if op.opname == "STORE_ATTR" and op.argval == name:
             yield reads > 0
@@ -88,13 +86,19 @@ def _updates(code: CodeType, name: str) -> Iterator[bool]:
         before = op
 
 
+def _line(op: dis.Instruction) -> int:
+    return op.positions.lineno if op.positions is not None and op.positions.lineno is not None else -2
+
+
 def _loads(op: dis.Instruction, local: Mapping[str, None]) -> bool:
     names = op.argval if isinstance(op.argval, tuple) else (op.argval,)
     return op.opname.startswith("LOAD_FAST") and any(name in local for name in names)
 
 
-def _own(op: dis.Instruction, code: CodeType) -> bool:
+def _own(op: dis.Instruction | None, code: CodeType) -> bool:
     """Tell whether an instruction puts the method's own object onto the stack."""
+    if op is None:
+        return False
     put = op.argval if isinstance(op.argval, tuple) else (op.argval,)
     return op.opname == "COPY" or op.opname.startswith("LOAD_FAST") and put[-1] in code.co_varnames[:1]
 

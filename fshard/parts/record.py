@@ -352,15 +352,14 @@ def record(fn: Callable[..., Any], given: Arguments, plan: Plan) -> StepRecord |
         plan: whose data axes are bound.
     """
     recording = Recording(given.states, given.own)
-    mode = recording.mode
     axes: dict[Axes, None] = {}
-    fake = faked(given.opened(), mode.from_tensor)
+    fake = faked(given.opened(), recording.mode.from_tensor)
     recording.between.know(leaf for leaf in tree.leaves(fake) if isinstance(leaf, Tensor))
     for real, leaf in zip(tree.leaves(given.opened()), tree.leaves(fake), strict=True):
         if isinstance(leaf, Tensor):
             recording.guard.know(leaf, cut_of_leaf(real))
     inside = recording.inside(replace(given, batch=fake))
-    around = without_data(fake, mode, recording.between, plan.mesh, axes)
+    around = without_data(fake, recording.mode, recording.between, plan.mesh, axes)
     try:
         with around, recording.guard, bind(plan.mesh, plan.data_axes, running=recording):
             result = recording.result(fn(*inside))

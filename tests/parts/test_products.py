@@ -210,8 +210,8 @@ def test_the_loss_of_a_product_may_read_a_number_of_the_step() -> None:
     f = lambda p: outer(functional_call(made, p, (x[0],)), x)  # noqa: E731
     p = {path: leaf.detach().clone() for path, leaf in made.named_parameters()}
     for _ in range(STEPS):
-        v = jvp(grad(f), (p,), (grad(f)(p),))[1]
-        p = tree.map(lambda x, y, scale=f(p): x - RATE * scale * y, p, v)
+        loss, v = f(p), jvp(grad(f), (p,), (grad(f)(p),))[1]
+        p = tree.map(lambda x, y: x - RATE * loss * y, p, v)  # noqa: B023
     assert far(found, p) < TOLERANCE and step.record == step.schedule.ops
 
 
