@@ -45,7 +45,7 @@ def piecewise(fn: Callable[..., Any], plan: Plan, given: Arguments, donate: bool
         # A rank that fails between parts ends the waits of others in collectives, as one that fails in a part does.
         with cutting(mesh), seeded(lent[0].seed, lent[0].step, mesh.index(plan.data_axes), mesh.device):
             returned = fn(state, batch)
-            _check_returned(returned, given.own)
+            _check_returned(returned, given.own, lent)
     except BaseException as error:
         failure = error
     with cutting(mesh):  # all ranks continue with new communicators
@@ -119,13 +119,16 @@ def _kept(state: TrainState, given: Sequence[TrainState], donate: bool) -> Train
     return replace(state, step=step, late=late, memory=memory)
 
 
-def _check_returned(returned: Any, own: int) -> None:
+def _check_returned(returned: Any, own: int, lent: Sequence[TrainState]) -> None:
     """Refuse what a step function must not return.
 
     Raises:
-        LossError, TreeError: as ``returned_states`` and ``check_origins``; a state that is not of this step.
+        LossError, TreeError: as ``returned_states`` and ``check_origins``; a state that is not of this step, or whose
+            parameters were written to.
     """
     found = returned_states(returned)
+    for state in (*lent, *found):
+        state.memory.check_unwritten()
     for state in found:
         if state.memory.origin is None:
             raise not_of_the_step(state)

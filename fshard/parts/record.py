@@ -24,7 +24,7 @@ from fshard.runtime.engine.program_mode import ProgramMode
 from fshard.runtime.execution import ProgramTrace, Shard, Shards, partly_updated
 from fshard.runtime.execution.trace_program import trace_in, without_data
 from fshard.runtime.steps import PassSpec
-from fshard.schedule.footprint import Need
+from fshard.schedule.footprint import Need, above
 from fshard.schedule.infos import group_infos
 from fshard.schedule.ops import GroupInfo
 from fshard.sharding.mesh import Axes, Mesh
@@ -122,11 +122,12 @@ class StepRecord:
     @functools.cached_property
     def shared(self) -> list[frozenset[int]]:
         """For each version, the groups that it reads where its base has gathered them."""
-        infos = [group_infos(plan) for plan, _ in self.versions]
+        infos = [[*zip(group_infos(plan), plan.compute_dtypes, strict=True)] for plan, _ in self.versions]
 
-        def alike(mine: GroupInfo, theirs: GroupInfo) -> bool:
-            same = mine.full_bytes == theirs.full_bytes and mine.transfer("all_gather") == theirs.transfer("all_gather")
-            return mine.gathered and theirs.gathered and same and not mine.name.endswith(MARK)
+        def alike(mine: tuple[GroupInfo, Any], theirs: tuple[GroupInfo, Any]) -> bool:
+            (own, dtype), (other, base) = mine, theirs
+            same = dtype == base and own.transfer("all_gather") == other.transfer("all_gather")
+            return own.gathered and other.gathered and same and not own.name.endswith(MARK)
 
         return [
             frozenset()
@@ -187,6 +188,7 @@ class Recording(Composition):
     guard: ShardArithmetic = field(default_factory=lambda: ShardArithmetic(cut_of_leaf))
     foreseen: list[bool] = field(default_factory=list)  # for each call of a tool, whether it is a pass
     traced: tuple[ProgramTrace, Any] | None = None  # the program of the pass that comes next, if it was traced before
+    given_fakes: dict[int, dict[int, Tensor]] = field(default_factory=dict)
 
     def hand_out(self, leaf: Tensor, flat: RunningFlat, number: int) -> None:
         """Let the guard follow it."""
@@ -202,16 +204,29 @@ class Recording(Composition):
     def update(self, part: Any, state: TrainState, grads: Any, lr: LearningRate) -> Any:
         """Note what it must have in common on all ranks."""
         self.equals[id(part)] = part.equal, memory_of(state, self).origin
-        return super().update(part, state, grads, lr)
+        made = super().update(part, state, grads, lr)
+        updated = memory_of(made[0], self).source
+        if isinstance(updated, Updated) and isinstance(updated.grads, RunningFlat):
+            self._hold(updated.grads.form, updated.grads.held)
+        return made
 
     def differentiate(self, equal: Equal) -> None:
         """Note what it must have in common on all ranks. The guard cannot follow shards through transforms."""
         self.equals[id(equal)] = equal, None
         self.guard.leave()
 
+    def _hold(self, form: FlatForm, chunks: Mapping[int, Tensor]) -> None:
+        """Let no code write to chunks: passes at one point share what they gather, and updates wait."""
+        for group in form.groups:
+            self.guard.hold(chunks[group.id], group)
+
     def given_chunks(self, state: int) -> Mapping[int, Tensor]:
         """Fake shards."""
-        return self._fake(form_of(self.states[state].plan))
+        if state not in self.given_fakes:
+            form = form_of(self.states[state].plan)
+            self.given_fakes[state] = self._fake(form)
+            self._hold(form, self.given_fakes[state])
+        return self.given_fakes[state]
 
     def _fake(self, form: FlatForm) -> dict[int, Tensor]:
         """Fake shards, which belong to states, or are items of the schedule."""
@@ -250,7 +265,7 @@ class Recording(Composition):
         means = len(means_of(as_means(values)))
         plain = means > len(means_of(values))
         self.stages.append(RecordedPass(spec, version, found, signature(batch), means, plain))
-        self.needs += _beside(before, found.needs)
+        self.needs += above(before, found.needs)
         if not spec.train:
             return torch.float32, result
         loss = read_loss(result)
@@ -273,7 +288,8 @@ class Recording(Composition):
             self.foresee(bank.form.plan)
 
     def place(self, version: int, source: RunningFlat) -> None:
-        """Nothing to place."""
+        """Note that a pass reads it."""
+        self._hold(source.form, source.held)
 
     def updated(self, updated: Updated, before: RunningMemory) -> Any:
         """Fake shards."""
@@ -282,12 +298,13 @@ class Recording(Composition):
             self.mode.foresee(updated.part.plan.mesh, updated.part.plan.groups[group].opt_axes)
         for at in range(len(updated.part.norms.names) + 1):
             self.numbers["norm", updated, at] = math.nan
-        chunks = self._fake(form_of(updated.part.plan))
-        return Shards([Shard(chunks[group.id], {}) for group in updated.part.plan.groups])
+        return self.shards_of(before)
 
     def shards_of(self, memory: RunningMemory) -> Shards:
         """Fake shards."""
-        chunks = self._fake(form_of(memory.plan))
+        form = form_of(memory.plan)
+        chunks = self._fake(form)
+        self._hold(form, chunks)
         return Shards([Shard(chunks[group.id], {}) for group in memory.plan.groups])
 
     def exchanged(self, value: Number) -> float:
@@ -314,12 +331,10 @@ class Recording(Composition):
 
     def recorded(self, result: FunctionResult, axes: Sequence[Axes]) -> StepRecord:
         """Return what the function did."""
-        versions = [(version.plan, version.given) for version in self.versions]
-        updates = recorded_updates(result)
         return StepRecord(
             tuple(self.stages),
-            tuple(versions),
-            tuple(updates),
+            tuple([(version.plan, version.given) for version in self.versions]),
+            tuple(recorded_updates(result)),
             tuple(axes),
             tuple(self.needs),
             (*self.equals.values(),),
@@ -337,15 +352,14 @@ def record(fn: Callable[..., Any], given: Arguments, plan: Plan) -> StepRecord |
         plan: whose data axes are bound.
     """
     recording = Recording(given.states, given.own)
-    mode = recording.mode
     axes: dict[Axes, None] = {}
-    fake = faked(given.opened(), mode.from_tensor)
+    fake = faked(given.opened(), recording.mode.from_tensor)
     recording.between.know(leaf for leaf in tree.leaves(fake) if isinstance(leaf, Tensor))
     for real, leaf in zip(tree.leaves(given.opened()), tree.leaves(fake), strict=True):
         if isinstance(leaf, Tensor):
             recording.guard.know(leaf, cut_of_leaf(real))
     inside = recording.inside(replace(given, batch=fake))
-    around = without_data(fake, mode, recording.between, plan.mesh, axes)
+    around = without_data(fake, recording.mode, recording.between, plan.mesh, axes)
     try:
         with around, recording.guard, bind(plan.mesh, plan.data_axes, running=recording):
             result = recording.result(fn(*inside))
@@ -376,19 +390,6 @@ def recorded_updates(result: FunctionResult) -> list[RecordedUpdate]:
 def _recorded(final: Final, updated: Updated, copied: bool) -> RecordedUpdate:
     bank = updated.grads.number if isinstance(updated.grads, Bank) and not copied else None
     return RecordedUpdate(final.memory.origin, updated.part, bank, final.memory.shards_made is None)
-
-
-def _beside(before: Need, needs: Sequence[Need]) -> list[Need]:
-    """The needs of a pass beside what the code before it has left. The first need has those of that code too."""
-    held = before.after
-    first, *rest = [_above(need, held) for need in needs]
-    flops, moved = first.flops + before.flops, first.moved + before.moved
-    most = max(first.peak, before.peak), max(first.bare, before.bare)
-    return [Need(most[0], first.after, flops, moved, most[1]), *rest]
-
-
-def _above(need: Need, held: int) -> Need:
-    return replace(need, peak=need.peak + held, after=need.after + held, bare=need.bare + held)
 
 
 def _stacked(leaf: Any, many: int) -> Any:

@@ -8,9 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fshard.collectives.linear import LinearSum, apply
 from fshard.collectives.ranks import Ranks
-from fshard.collectives.raw import gather
+from fshard.collectives.raw import gather, sum_all
 from fshard.parts.assemble import Assembled
 from fshard.parts.compose import Composition
 from fshard.parts.copy_marks import Marks
@@ -255,7 +254,7 @@ class Replay(Composition):
         if (
             plan is None
             or given is not None
-            or plan is not source.form.plan
+            or plan is not self.versions[version].plan
             or self.step.recorded.bases[version] != self.versions[version].base
         ):
             raise Mispredicted("the step function makes other parameters than when it was traced")
@@ -344,7 +343,7 @@ class Replay(Composition):
         if plan.mesh.size == 1:
             return values
         row = torch.tensor(values, dtype=torch.float64, device="cpu").to(plan.mesh.device)
-        summed: list[float] = apply(row, LinearSum(Ranks(plan.mesh, plan.mesh.axis_names))).tolist()
+        summed: list[float] = sum_all(Ranks(plan.mesh, plan.mesh.axis_names), row)().tolist()
         return summed
 
     def differentiate(self, equal: Equal) -> None:

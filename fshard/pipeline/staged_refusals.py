@@ -70,6 +70,14 @@ def beside_results(calls: Sequence[str]) -> PlanError:
     return PlanError(lines(head, calls[:SHOWN], remedy))
 
 
+def changes_values(unit: str) -> PlanError:
+    """A unit that counts in what it was given, or in its closure."""
+    return PlanError(
+        f"stages: unit {unit} changes a number or text in its arguments or its closure, which ranks of other stages "
+        f"would not see, since they do not run it: return the new value from the unit, and pass it to the next"
+    )
+
+
 def scattered_leaves(call: str, stages: Mapping[str, Sequence[int]]) -> PlanError:
     """A unit whose leaves are on no common stage."""
     rows = [f"{path} is held by {_held(held)}" for path, held in stages.items()]

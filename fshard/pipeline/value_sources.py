@@ -1,5 +1,6 @@
 """Following values through a run on fake tensors: from which outputs of units, and which leaves, each was computed."""
 
+import inspect
 import weakref
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -8,6 +9,8 @@ from torch import Tensor
 
 from fshard import tree
 from fshard.model.unit import Unit, slot_of
+from fshard.pipeline.staged_refusals import changes_values
+from fshard.runtime.engine.activations import written_by
 from fshard.runtime.engine.engine import Engine
 from fshard.runtime.memory.slots import storage_of
 from fshard.torch_internals import TorchDispatchMode
@@ -42,8 +45,12 @@ class SourceEngine(Engine):
         """Call a unit, and note sources of its inputs and of its outputs."""
         if self.inside or self.executor is None or self.differentiating:
             return super().call(unit, params, args, kwargs)
-        needs = self.watch.of((args, kwargs))
+        needs, before = self.watch.of((args, kwargs)), _plain_values(unit, args, kwargs)
+        self.watch.beside.clear()
         result = super().call(unit, params, args, kwargs)
+        needs |= self.watch.beside
+        if _plain_values(unit, args, kwargs) != before:
+            raise changes_values(self.units.called(unit, params).name)
         leaves, spec = tree.flatten(result)
         # From here on a result is another value than the same one inside of the call, which a hook may have kept, and
         # than an argument that is handed on: other stages get it from this call.
@@ -60,6 +67,7 @@ class SourceWatch(TorchDispatchMode):
     """Follows values through code between units.
 
     Attributes:
+        beside: what the call under way has read so far, beside its arguments: a closure or a global may hold it.
         outputs: the outputs of units in each storage, as the numbers of call and output.
         written: the outputs that share a storage when code between units writes to it.
     """
@@ -70,6 +78,7 @@ class SourceWatch(TorchDispatchMode):
         self.sources: dict[int, Sources] = {}  # by tensor
         self.by_storage: dict[int | None, dict[int, Tensor]] = {}  # all tensors in it, which live as long as this
         self.inner: dict[int, tuple[weakref.ref[Tensor], int]] = {}  # made inside of calls, with the numbers of these
+        self.beside: set[Source] = set()
         self.outputs: dict[int | None, list[tuple[int, int]]] = {}
         self.written: set[tuple[tuple[int, int], ...]] = set()
 
@@ -77,6 +86,7 @@ class SourceWatch(TorchDispatchMode):
         """Run an op; its results come from what its arguments come from."""
         result = func(*args, **(kwargs or {}))
         if self.engine.inside and not self.engine.differentiating:
+            self._read((args, kwargs))
             for leaf in tree.leaves(result):
                 if isinstance(leaf, Tensor) and not self.knows(leaf):
                     self.inner[id(leaf)] = weakref.ref(leaf), len(self.engine.records)
@@ -85,22 +95,23 @@ class SourceWatch(TorchDispatchMode):
             for leaf in tree.leaves(result) if found else ():
                 if isinstance(leaf, Tensor):
                     self.begin(leaf, found)
-            if getattr(getattr(func, "_schema", None), "is_mutable", False):
-                self._write(func, args, kwargs or {}, found)
+            for leaf in written_by(func, args, kwargs or {}):
+                self._write(leaf, found)
         return result
 
-    def _write(self, func: Any, args: Any, kwargs: Any, found: Sources) -> None:
+    def _read(self, values: Any) -> None:
+        """Note what a call reads that was not made in it, and is no leaf."""
+        for leaf in tree.leaves(values):
+            if isinstance(leaf, Tensor) and slot_of(leaf) is None:
+                found = self._sources(leaf)
+                self.beside |= {x for x in found if x[0] != len(self.engine.records) and not isinstance(x, str)}
+
+    def _write(self, leaf: Tensor, found: Sources) -> None:
         """Note an op that writes to memory: all that lies there comes from its arguments, too."""
-        for number, argument in enumerate(func._schema.arguments):
-            if argument.alias_info is None or not argument.alias_info.is_write:
-                continue
-            given = args[number] if number < len(args) else kwargs.get(argument.name)
-            for leaf in tree.leaves(given):
-                if isinstance(leaf, Tensor):
-                    place = storage_of(leaf)
-                    self.written.add(tuple(self.outputs.get(place, ())))
-                    for other in [leaf, *self.by_storage.get(place, {}).values()]:
-                        self.begin(other, self._sources(other) | found)
+        place = storage_of(leaf)
+        self.written.add(tuple(self.outputs.get(place, ())))
+        for other in [leaf, *self.by_storage.get(place, {}).values()]:
+            self.begin(other, self._sources(other) | found)
 
     def of(self, values: Any) -> Sources:
         """The sources of all tensors in some values."""
@@ -134,6 +145,13 @@ class SourceWatch(TorchDispatchMode):
         """Note the leaves themselves, whose views have no slot."""
         for path, leaf in engine.slots.by_path.items():
             self.begin(leaf, frozenset({path}))
+
+
+def _plain_values(unit: Unit, args: Any, kwargs: Any) -> list[Any]:
+    """The plain values that a call is given, and those in its closure: on other stages it does not change them."""
+    names = inspect.getclosurevars(unit.fn).nonlocals if inspect.isfunction(unit.fn) else {}
+    held = [x for x in names.values() if type(x) in (int, float, str, bool, list, dict)]
+    return [x for x in tree.leaves((args, kwargs, held)) if isinstance(x, int | float | str)]
 
 
 def _nothing() -> None:

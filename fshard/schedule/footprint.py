@@ -42,6 +42,17 @@ class Need:
     hosted: int = field(default=0, compare=False)
 
 
+def above(before: Need, needs: Sequence[Need]) -> list[Need]:
+    """The needs of ops on top of what the code before them has left. The first need has those of that code too."""
+    held = before.after
+    first, *rest = [
+        replace(need, peak=need.peak + held, after=need.after + held, bare=need.bare + held) for need in needs
+    ]
+    flops, moved = first.flops + before.flops, first.moved + before.moved
+    most = max(first.peak, before.peak), max(first.bare, before.bare)
+    return [Need(most[0], first.after, flops, moved, most[1]), *rest]
+
+
 @dataclass(frozen=True)
 class Footprint:
     """The bytes that a step holds at its peak, beside parameter shards and optimizer state.

@@ -18,6 +18,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 from fshard import tree
 from fshard.errors import TreeError
 from fshard.runtime.comm.call_site import short_name
+from fshard.runtime.engine.activations import written_by
+from fshard.runtime.memory.slots import storage_of
 from fshard.sharding.layout import Group
 from fshard.sharding.plan import Plan
 from fshard.torch_internals import OpOverload, TorchDispatchMode, dispatch_mode_stack
@@ -92,6 +94,7 @@ class ShardArithmetic(TorchDispatchMode):  # type: ignore[no-untyped-call]
     Attributes:
         fault: the refusal.
         off: how many calls are under way that may do more with shards.
+        written: the refusal of a write to what ``hold`` was given.
     """
 
     def __init__(self, cut_of: Callable[[Tensor], LeafCut | None]) -> None:
@@ -99,7 +102,9 @@ class ShardArithmetic(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._outside = cut_of
         self._cuts: Any = WeakIdKeyDictionary()
         self._made: Any = WeakIdKeyDictionary()  # tensors that are no shards: whether all elements have one value
+        self._held: dict[int | None, str] = {}  # the leaves in each storage
         self.fault: TreeError | None = None
+        self.written: TreeError | None = None
         self.off = 0
 
     def know(self, leaf: Tensor, cut: LeafCut | None) -> None:
@@ -108,6 +113,10 @@ class ShardArithmetic(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._cuts[leaf] = cut
         else:
             self._made[leaf] = False
+
+    def hold(self, chunk: Tensor, group: Group) -> None:
+        """Note memory of a group that a part of a step reads: no code may write to it from now on."""
+        self._held[storage_of(chunk)] = ", ".join([leaf.path for leaf in group.leaves])
 
     def leave(self) -> None:
         """Stop watching, and forget what was refused: derivatives, which are not followed, do more with shards."""
@@ -120,12 +129,13 @@ class ShardArithmetic(TorchDispatchMode):  # type: ignore[no-untyped-call]
         Raises:
             TreeError: if there is one.
         """
-        if self.fault is not None:
-            raise self.fault
+        if (fault := self.fault or self.written) is not None:
+            raise fault
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Look at the operator, run it, and note what its results are."""
         kwargs = kwargs or {}
+        self._check_writes(func, args, kwargs)
         if self.off or not isinstance(func, OpOverload) or _name(func) in QUESTIONS:
             return func(*args, **kwargs)
         given = _tensors((args, kwargs))
@@ -144,6 +154,11 @@ class ShardArithmetic(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self._refuse(_not_elementwise(func, cut))
             self._cuts[x] = cut
         return result
+
+    def _check_writes(self, func: Any, args: Any, kwargs: Any) -> None:
+        for x in written_by(func, args, kwargs) if self._held else ():
+            if (paths := self._held.get(storage_of(x))) is not None:
+                self.written = self.written or _written(func, paths)
 
     def known(self, x: Tensor) -> LeafCut | None:
         """The cut of a tensor that was made of shards."""
@@ -334,6 +349,14 @@ def _no_shard(func: OpOverload, cut: LeafCut) -> TreeError:
         f"the leaf, which other ranks continue, and the tensor was made here, or is of the batch. Combine shards "
         f"with numbers, 0-dim tensors and shards of the same leaf: fs.shard(whole, plan) cuts whole tensors, and "
         f"fs.tree.normal(key, plan) draws"
+    )
+
+
+def _written(func: OpOverload, paths: str) -> TreeError:
+    return TreeError(
+        f"{_name(func)} writes to the memory of {paths}{_line()}: parameters of a state are read-only, and so are "
+        f"trees of shards that a gradient, an evaluation or an update has read. Make new ones, by fs.tree.add or "
+        f"fs.tree.map(lambda x: 2 * x, tree); state.replace(params=new) is a state of them"
     )
 
 

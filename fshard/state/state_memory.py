@@ -240,6 +240,8 @@ class StateMemory:
         shards = self.applied(step) if stale else self.whole(step)
         if self._params is None:
             chunks = [values_of(group, shards[group.id].param) for group in self.plan.groups]
+            if self.lent:  # who writes to them is refused later, and must not have written to other states
+                chunks = [chunk.clone() for chunk in chunks]
             params = self._tree(lambda group, n: local_view(self.plan, group, n, chunks[group.id]))
             self._read = [(leaf, version(leaf)) for _, leaf in tree.paths(params)]
             self._params = params

@@ -230,12 +230,13 @@ def test_a_write_that_only_a_later_call_makes_is_gone_after_it() -> None:
 
 
 class Warming(nn.Module):
-    """Numbers and tensors that count on in plain PyTorch, and one that each call sets anew."""
+    """Numbers, tensors and a dict that count on in plain PyTorch, and two that each call sets anew."""
 
     def __init__(self) -> None:
         super().__init__()
         self.linear = nn.Linear(WIDTH, WIDTH)
-        self.calls, self.heat, self.mean, self.total = 0, 1.0, torch.zeros(()), 0.0
+        self.calls, self.heat, self.mean, self.total, self.rows = 0, 1.0, torch.zeros(()), 0.0, 0
+        self.seen, self.here = {"rows": 0}, {"rows": 0}
 
     def forward(self, x: Tensor) -> Tensor:
         self.calls += 1
@@ -243,6 +244,10 @@ class Warming(nn.Module):
         self.mean = 0.9 * self.mean + 0.1 * x.detach().mean()
         self.total = 0.0
         self.total += self.heat
+        rows = self.rows + len(x)
+        self.rows = rows
+        self.seen["rows"] += len(x)
+        self.here["rows"] = len(x)
         return self.linear(x) * self.total + self.mean
 
 
@@ -254,7 +259,7 @@ def test_attributes_that_would_add_up_over_calls_are_told_once(units: Any) -> No
         first = model.apply(model.params, _x().float())
         assert torch.equal(model.apply(model.params, _x().float()), first)
     (text,) = [str(each.message) for each in said]
-    assert "0.calls = 0, 0.heat = 1.0, 0.mean = ...: they" in text
+    assert "0.calls = 0, 0.heat = 1.0, 0.mean = ..., 0.rows = 0, 0.seen = ...: they" in text
 
 
 def test_graphs_of_a_step_end_with_it_though_attributes_held_them() -> None:

@@ -164,6 +164,57 @@ def test_products_share_what_is_gathered_at_one_point(policy: Any) -> None:
     assert far(found, p) < TOLERANCE and step.record == step.schedule.ops
 
 
+def test_products_at_one_point_read_it_each_in_its_own_dtype() -> None:
+    """Bfloat16 and float16 have as many bytes. A gradient in another dtype than the state's is on the schedule, too."""
+    newton, dtypes = Newton(fs.virtual_mesh((2,), ("data",))), (torch.bfloat16, torch.float16, torch.float64)
+
+    def loss_fn(params: Any, batch: Any) -> Tensor:
+        out = newton.model.apply(params, batch[0].to(params["0"]["weight"].dtype))
+        return outer(out.double(), batch)
+
+    plans = [newton.plan.replace(precision=fs.Precision(compute=dtype)) for dtype in dtypes]
+    gradients = [fs.value_and_grad(loss_fn, plan) for plan in plans]
+    products = [fs.func.hvp(loss_fn, plan) for plan in plans]
+
+    def of_all(state: Any, batch: Any) -> list[Tensor]:
+        vectors = [gradient(state.params, batch)[1] for gradient in gradients]
+        made = [product(state.params, state.params, batch) for product in products]
+        return [fs.tree.norm(x, newton.plan) for x in (*vectors, *made)]
+
+    step, batch = fs.make_step(lambda state, batch: (state, of_all(state, batch)), newton.plan), rows()
+    found = step(newton.start(), newton.plan.local_batch(batch))[1]
+    for at, dtype in enumerate(dtypes):
+        p = {path: leaf.detach().to(dtype) for path, leaf in net().named_parameters()}
+        made, x = net().to(dtype), batch[0].to(dtype)
+        f = lambda p: outer(functional_call(made, p, (x,)).double(), batch)  # noqa: B023, E731
+        for mine, want in zip(found[at::3], (grad(f)(p), vjp(grad(f), p)[1](p)[0]), strict=True):
+            plain = sum(float(leaf.double().square().sum()) for leaf in want.values()) ** 0.5
+            assert abs(float(mine) / plain - 1) < 0.02
+    assert step.record == step.schedule.ops
+
+
+def test_the_loss_of_a_product_may_read_a_number_of_the_step() -> None:
+    newton, made, x, told = Newton(fs.virtual_mesh((2,), ("data",))), net(), rows(), dict[int, Tensor]()
+
+    def loss_fn(params: Any, batch: Any) -> Tensor:
+        return told[newton.plan.here.mesh.rank] * outer(newton.model.apply(params, batch[0]), batch)
+
+    product = fs.func.hvp(loss_fn, newton.plan)
+
+    def fn(state: Any, batch: Any) -> Any:
+        loss, v = newton.gradient(state, batch)
+        told[newton.plan.here.mesh.rank] = loss
+        return newton.update(state, product(state.params, v, batch))[0], []
+
+    found, _, step = newton.steps(fn)
+    f = lambda p: outer(functional_call(made, p, (x[0],)), x)  # noqa: E731
+    p = {path: leaf.detach().clone() for path, leaf in made.named_parameters()}
+    for _ in range(STEPS):
+        loss, v = f(p), jvp(grad(f), (p,), (grad(f)(p),))[1]
+        p = tree.map(lambda x, y: x - RATE * loss * y, p, v)  # noqa: B023
+    assert far(found, p) < TOLERANCE and step.record == step.schedule.ops
+
+
 def test_samples_of_the_trace_are_a_pass_too() -> None:
     newton, key = Newton(fs.virtual_mesh((2,), ("data",))), fs.random.key(3)
     state, batch = newton.start(), newton.plan.local_batch(rows())

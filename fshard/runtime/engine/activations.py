@@ -1,7 +1,7 @@
 """The needs of a program's compute ops, read off its run on fake tensors: activations, and arithmetic."""
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -259,6 +259,17 @@ def _written(func: Any, args: Sequence[Any]) -> int:
     schema = getattr(func, "_schema", None)
     given = zip(schema.arguments, args, strict=False) if schema is not None and not schema.returns else ()
     return sum(_bytes(value) for known, value in given if _is_written(known) and known.name != "grads")
+
+
+def written_by(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[Tensor]:
+    """The tensors to whose memory an operator writes; none if its schema is not known."""
+    schema = getattr(func, "_schema", None)
+    if schema is None or not schema.is_mutable:
+        return
+    for number, known in enumerate(schema.arguments):
+        if _is_written(known):
+            given = args[number] if number < len(args) else kwargs.get(known.name)
+            yield from [x for x in tree.leaves(given) if isinstance(x, Tensor)]
 
 
 def _is_written(known: Any) -> bool:

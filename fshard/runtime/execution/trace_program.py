@@ -19,7 +19,7 @@ from fshard.errors import RematError, UnitError, written_data
 from fshard.model.float8 import attach_rows, read_otherwise, rounded_rows, rows_of
 from fshard.model.foreign_objects import held, opaque
 from fshard.model.unit import slot_of
-from fshard.runtime.engine.activations import Activations, TracedCopies
+from fshard.runtime.engine.activations import Activations, TracedCopies, written_by
 from fshard.runtime.engine.batch import check_kept, faked
 from fshard.runtime.engine.engine import Engine
 from fshard.runtime.engine.fake_fallback import FakeFallback, explaining, needs_values, quiet
@@ -124,7 +124,7 @@ class GlueWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self._note_scaled(*args)
             elif func in DROPPING:
                 self.drops = True
-            if self.written is None and getattr(getattr(func, "_schema", None), "is_mutable", False):
+            if self.written is None:
                 self._check_writes(func, args, kwargs or {})
         return func(*args, **(kwargs or {}))
 
@@ -154,10 +154,8 @@ class GlueWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         engine = self.engine
         if self.executor.busy:
             return  # gathers write there
-        named = zip(func._schema.arguments, args, strict=False)
-        given = [(a, x) for a, x in named] + [(a, kwargs[a.name]) for a in func._schema.arguments if a.name in kwargs]
-        for x in tree.leaves([x for a, x in given if a.alias_info is not None and a.alias_info.is_write]):
-            if isinstance(x, Tensor) and storage_of(x) in engine.slots.storages:
+        for x in written_by(func, args, kwargs):
+            if storage_of(x) in engine.slots.storages:
                 self.written = written_data(engine.inside, [engine.slots.path_of(x)])
 
     def _note(self, leaf: Tensor, path: str) -> None:
