@@ -1,5 +1,8 @@
 """The communicators of a plan: one for each role of transfers and the axes that its groups need."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 from fshard.errors import no_processes
 from fshard.runtime.comm.communicator import Communicator, SingleRank, SingleRankTransport, Transport
 from fshard.runtime.comm.host_calls import issued
@@ -52,11 +55,20 @@ class Communicators:
             self.made = {need: self.transport.communicator(*need) for need in needed}
             self._opened = True
 
+    @contextmanager
+    def in_segments(self) -> Iterator[None]:
+        """Let transfers cut the capture of this thread; see ``host_calls``."""
+        before, self.made = self.made, {need: issued(comm) for need, comm in self.made.items()}
+        try:
+            yield
+        finally:
+            self.made = before
+
     def over(self, kind: str, axes: Axes) -> Communicator:
         """The communicator of a kind of transfer over some axes."""
         if self.plan.mesh.axis_size(axes) == 1:
             return SingleRank()
-        return issued(self.made[KINDS[kind].role, axes])
+        return self.made[KINDS[kind].role, axes]
 
 
 def _transport_of(mesh: Mesh) -> Transport | None:

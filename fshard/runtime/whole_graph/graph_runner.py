@@ -13,7 +13,7 @@ eagerly.
 import functools
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 from weakref import ref
@@ -237,7 +237,10 @@ class GraphRunner(Runner):
 
         def body(cut: Cut) -> tuple[PassResult, tuple[RuleNorms, Sequence[RuleNorms]]]:
             self.dials.begin()
-            with cutting(self._hosted(graph, inside, cut)) if self.mode == "segments" else nullcontext():
+            with ExitStack() as segments:
+                if self.mode == "segments":
+                    segments.enter_context(cutting(self._hosted(graph, inside, cut)))
+                    segments.enter_context(self.programs.comms.in_segments())
                 measured = self._program(inside)
                 executor.finish()
             return measured, self._norms(ready)
