@@ -157,11 +157,10 @@ def told(name: str, outside: bool) -> list[str]:
         def loss(p: Any, x: Tensor) -> Any:
             return model.apply(p, x).square().mean()
 
-        with patch.object(samples, "gather_all", None), patch.object(samples, "gather_some", None):
-            for tool in (fs.func.per_sample_grad(loss, plan), fs.func.clipped_grad(loss, plan, 1.0)):
-                with pytest.raises(TransformError) as error:
-                    tool(params, batch)
-                found.append(str(error.value))
+        for tool in (fs.func.per_sample_grad(loss, plan), fs.func.clipped_grad(loss, plan, 1.0)):
+            with pytest.raises(TransformError) as error:
+                tool(params, batch)
+            found.append(str(error.value))
     return found
 
 
@@ -169,7 +168,8 @@ def told(name: str, outside: bool) -> list[str]:
 @pytest.mark.parametrize("outside", [True, False])
 @pytest.mark.parametrize("name", REFUSED)
 def test_layers_that_have_no_form_for_samples_are_refused_before_anything_is_gathered(name: str, outside: bool) -> None:
-    first, second = fs.virtual_mesh((2,), ("any",)).run(told, name, outside)
+    with patch.object(samples, "gather_all", None), patch.object(samples, "gather_some", None):
+        first, second = fs.virtual_mesh((2,), ("any",)).run(told, name, outside)
     assert first == second and len({*first}) == 1
     where = "" if outside else "in unit 0, "
     assert re.search(f"^{where}(?!in unit).*{REFUSED[name][2]}", first[0])
