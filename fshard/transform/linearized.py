@@ -27,7 +27,7 @@ from fshard.sharding.stage_table import refuse_stages
 from fshard.state.equal import Equal
 from fshard.transform.gather import Resharding, Versions, gather_all
 from fshard.transform.meeting import LossMeeting, meeting
-from fshard.transform.tree_vectors import split_trainable, zero_filled
+from fshard.transform.tree_vectors import check_direction, split_trainable, zero_filled
 
 Flat = dict[str, Tensor]
 
@@ -68,7 +68,7 @@ class LinearMap:
             TreeError: ``v`` is not this rank's part of the plan's tree.
             PeerError: another rank raised before the product.
         """
-        direction = self._met("a product", lambda: self.plan.check_tree(v, whole=False, what="v"))
+        direction = self._met("a product", lambda: check_direction(self.plan, v))
         with cutting(self.plan.mesh), explained("the function"):
             moved = {path: leaf.contiguous() for path, leaf in direction.items() if path not in self.frozen}
             return self.forward(moved)
@@ -222,7 +222,7 @@ def met(ranks: LossMeeting, plan: Plan, params: Any, batch: Any, equal: Equal, v
         trained, frozen = split_trainable(plan, params)
         check_device(batch, plan.mesh.device)
         if v is not None:
-            plan.check_tree(v, whole=False, what="v")
+            check_direction(plan, v)
         return own_storage(trained), frozen
 
     if plan.mesh.size > 1 and plan.mesh.transport is None:

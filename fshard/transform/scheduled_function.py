@@ -29,6 +29,7 @@ from fshard.training.latest import OneFunction
 from fshard.transform.active_transforms import under_way
 from fshard.transform.shard_chunks import chunks_of
 from fshard.transform.tangent_plan import with_tangents
+from fshard.transform.tree_vectors import check_direction
 
 UNTOLD = "parameters lie in host memory, or a leaf is named like the tangent of another one"
 """The reason why a plan has no tangents on schedules."""
@@ -226,5 +227,5 @@ def check_arguments(plan: Plan, params: Any, v: Any, batch: Any) -> None:
         TreeError, BatchError: they do not.
     """
     plan.check_tree(params, whole=False)
-    plan.check_tree(v, whole=False, what="v")
+    check_direction(plan, v)
     check_device(batch, plan.mesh.device)

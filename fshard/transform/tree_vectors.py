@@ -260,6 +260,21 @@ def split_trainable(plan: Plan, params: Any) -> tuple[dict[str, Tensor], dict[st
     return trained, {path: leaf for path, leaf in flat.items() if path not in trained}
 
 
+def check_direction(plan: Plan, v: Any) -> dict[str, Tensor]:
+    """The leaves of a direction by path, if it is a tree of this rank's shards, and moves what it moves by real steps.
+
+    Raises:
+        TreeError: it is not.
+    """
+    found = plan.check_tree(v, whole=False, what="v")
+    odd = [
+        f"{path}: {x.dtype}" for path, x in found.items() if plan.leaves[path].trainable and not x.is_floating_point()
+    ]
+    if odd:
+        raise TreeError(lines("v has integers along trained leaves:", odd, "Give floating-point tensors, x.float()."))
+    return found
+
+
 def zero_filled(plan: Plan, found: Mapping[str, Tensor], rest: Mapping[str, Tensor]) -> dict[str, Any]:
     """The tree of the leaves found, with zeros for the rest."""
     whole = {**{path: torch.zeros_like(leaf) for path, leaf in rest.items()}, **found}

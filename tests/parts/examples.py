@@ -118,7 +118,20 @@ def lbfgs(mesh: fs.Mesh, opt: Any) -> Case:
     return Case(on.plan, step, start, lambda i: mine, last=lambda state: state["point"], steps=8)
 
 
-CASES = {f.__name__: f for f in (sam, gan, actor_critic, dpo, distill, pcgrad, reptile, lbfgs)}
+def newton_cg(mesh: fs.Mesh, opt: Any) -> Case:
+    on = Sharded(plain.perceptron(), mesh)
+
+    def predict(params: Any, batch: Any) -> Any:
+        return on.model.apply(params, batch[0])
+
+    def batch(i: int) -> Any:
+        x, y = plain.rows(i)
+        return x, y[:, 0]
+
+    return on.case(plain.example("newton_cg").newton_step(predict, opt, on.plan, 0.1, 3), opt, batch)
+
+
+CASES = {f.__name__: f for f in (sam, gan, actor_critic, dpo, distill, pcgrad, reptile, lbfgs, newton_cg)}
 
 
 def parity(name: str, opt: str) -> tuple[float, float]:

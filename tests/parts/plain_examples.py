@@ -283,4 +283,44 @@ def lbfgs(opt: str) -> Any:
     return result(net, told)
 
 
-PLAIN = {f.__name__: f for f in (sam, gan, actor_critic, dpo, distill, pcgrad, reptile, lbfgs)}
+def newton_direction(net: nn.Module, x: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    """The loss, and three steps of conjugate gradients for the damped Gauss-Newton matrix, as one vector."""
+    leaves = dict(net.named_parameters())
+    at = torch.cat([leaf.detach().flatten() for leaf in leaves.values()])
+
+    def outputs(vector: Tensor) -> Tensor:
+        parts = vector.split([leaf.numel() for leaf in leaves.values()])
+        given = {name: part.view(leaf.shape) for (name, leaf), part in zip(leaves.items(), parts, strict=True)}
+        found: Tensor = torch.func.functional_call(net, given, (x,))
+        return found
+
+    def of(out: Tensor) -> Tensor:
+        return cross_entropy(out, labels)
+
+    out, pull = torch.func.vjp(outputs, at)
+    along = rest = pull(torch.func.grad(of)(out))[0]
+    square, found = rest @ rest, torch.zeros_like(rest)
+    for _ in range(3):
+        moved = torch.func.jvp(outputs, (at,), (along,))[1]
+        bent = pull(torch.func.jvp(torch.func.grad(of), (out,), (moved,))[1])[0] + 0.1 * along
+        far = square / (along @ bent)
+        found, rest = found + far * along, rest - far * bent
+        before, square = square, rest @ rest
+        along = rest + square / before * along
+    return of(out), found
+
+
+def newton_cg(opt: str) -> Any:
+    net, told = perceptron(), []
+    params = list(net.parameters())
+    rule = plain_optimizer(opt, params)
+    for i in range(STEPS):
+        x, y = rows(i)
+        loss, found = newton_direction(net, x, y[:, 0])
+        parts = found.split([p.numel() for p in params])
+        move(rule, params, [part.view(p.shape) for part, p in zip(parts, params, strict=True)])
+        told.append([loss])
+    return result(net, told)
+
+
+PLAIN = {f.__name__: f for f in (sam, gan, actor_critic, dpo, distill, pcgrad, reptile, lbfgs, newton_cg)}

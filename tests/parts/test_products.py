@@ -339,3 +339,45 @@ def test_a_step_of_another_number_of_products_runs_part_by_part_and_is_traced_an
     assert any("more derivatives than when it was traced" in str(one.message) for one in said)
     step(state, batch)
     assert step.record == step.schedule.ops and step.schedule.hash
+
+
+BAD: dict[str, Callable[[Any], Any]] = {
+    "another tree": lambda v: {"0": v["0"]},
+    "another shape": lambda v: tree.map(lambda x: torch.zeros(len(x) + 1, dtype=x.dtype), v),
+    "another dtype": lambda v: tree.map(lambda x: torch.zeros(x.shape, dtype=torch.int64), v),
+    "another layout": lambda v: tree.map(lambda x: torch.zeros(1, *x.shape, dtype=x.dtype), v),
+}
+
+
+def refused(bad: str, first: bool) -> tuple[str, bool]:
+    """On a rank: what a step says of a bad direction on the last rank, and whether the next step runs its schedule."""
+    with fs.make_mesh((-1,), ("data",)) as mesh:
+        newton, armed = Newton(mesh), list[int]()
+
+        def fn(state: Any, batch: Any) -> Any:
+            _, v = newton.gradient(state, batch)
+            v = BAD[bad](v) if mesh.rank in armed else v
+            return newton.update(state, newton.product(state.params, v, batch))[0], []
+
+        step, state, batch = fs.make_step(fn, newton.plan), newton.start(), newton.plan.local_batch(rows())
+        if not first:
+            state, _ = step(state, batch)
+        armed.append(mesh.size - 1)
+        try:
+            step(state, batch)
+            said = "nothing"
+        except fs.errors.ShardError as error:
+            said = f"{type(error).__name__}: {error}"
+        armed.clear()
+        state, _ = step(state, batch)
+        return said, step.record == step.schedule.ops
+
+
+@pytest.mark.filterwarnings("ignore:the parts of")
+@pytest.mark.parametrize("first", [True, False])
+@pytest.mark.parametrize("bad", BAD)
+def test_bad_directions_of_one_rank_are_refused_on_all(bad: str, first: bool) -> None:
+    (other, well), (own, also) = fs.virtual_mesh((2,), ("data",)).run(refused, bad, first)
+    assert well and also
+    assert other.startswith("PeerError") and "rank 1" in other
+    assert own.startswith("TreeError: v"), own

@@ -23,6 +23,7 @@ BRIEF = {
     "pcgrad": (["--steps", "3"], "gradient surgery"),
     "reptile": (["--steps", "2"], "learned start values"),
     "lbfgs": (["--steps", "3"], "L-BFGS"),
+    "newton_cg": (["--steps", "2", "--products", "2"], "Newton steps"),
     "maml": (["--steps", "2", "--tasks", "2"], "right from learned start values"),
     "energy": (["--steps", "3", "--depth", "1"], "slope of the energy"),
     "train_tp": (["--steps", "3", "--depth", "1", "--debug"], "in one process"),
