@@ -79,6 +79,7 @@ class Sharded:
         self.clips = fs.func.clipped_grad(loss, self.plan, CLIP, reshard=reshard)
         self.slopes = fs.value_and_grad(loss, self.plan, schedule=fs.Policy(reshard=reshard))
         self.product = fs.func.hvp(loss, self.plan, reshard=reshard)
+        self.compiled = fs.func.hvp(loss, self.plan, reshard=reshard, compile="fx")
         self.probes = {n: fs.func.hessian_trace_samples(loss, self.plan, n) for n in (1, SAMPLES)}
         self.key = fs.random.key(0)
         self.f = fs.func.sharded_loss(loss, self.plan, reshard=reshard)
@@ -86,6 +87,10 @@ class Sharded:
     def hvp(self, x: Tensor) -> Any:
         """The product, on a schedule."""
         return self.product(self.params, self.v, x)
+
+    def graphs(self, x: Tensor) -> Any:
+        """The same, whose units run as graphs."""
+        return self.compiled(self.params, self.v, x)
 
     def transformed(self, x: Tensor) -> Any:
         """The same by torch.func."""
@@ -272,6 +277,8 @@ def work(args: argparse.Namespace) -> int:
             turns = {
                 "hvp reshard": lambda: ours.hvp(mine),
                 "hvp": lambda: kept.hvp(mine),
+                "hvp fx": lambda: kept.graphs(mine),
+                "hvp reshard fx": lambda: ours.graphs(mine),
                 "torch.func reshard": lambda: ours.transformed(mine),
                 "torch.func": lambda: kept.transformed(mine),
                 "plain hvp": lambda: plain.hvp(mine),
@@ -306,7 +313,7 @@ def measure(args: argparse.Namespace) -> int:
     options = {"worker": 1, "depth": depth, "width": width, "batch": rows}
     found = {n: run_workers(n, None, {**options, "rounds": rounds * (n <= 2)}, script="functional.py") for n in RANKS}
     times = found[2]["times"]
-    for name in ("hvp", "hvp reshard", "torch.func", "torch.func reshard"):
+    for name in ("hvp", "hvp reshard", "hvp fx", "hvp reshard fx", "torch.func", "torch.func reshard"):
         report.rows.append(ratio(f"2 ranks: {name} / its compute alone", "wall", times[name], times["plain hvp"]))
     report.rows.append(
         ratio("2 ranks: per sample / its compute alone", "wall", times["per sample"], times["plain per sample"])

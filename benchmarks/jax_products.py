@@ -27,7 +27,7 @@ from turns import Family, answering, serve
 import fshard as fs
 from fshard import tree
 
-OURS, THEIRS = ("hvp", "hvp reshard"), ("jax", "jax backward")
+OURS, THEIRS = ("hvp", "hvp reshard", "hvp fx"), ("jax", "jax backward")
 TARGET, TOLERANCE = 0.6, 1e-3
 """Of JAX's time; and how far an entry of a leaf may be from JAX's, relative to the leaf's largest."""
 
@@ -47,7 +47,10 @@ class Rank:
         self.params = fs.shard(model.params, self.plan)
         vector = tree.nest({path: torch.from_numpy(given[f"v:{path}"]) for path, _ in tree.paths(model.params)})
         self.v = fs.shard(vector, self.plan)
-        self.calls = {name: fs.func.hvp(loss, self.plan, reshard="reshard" in name) for name in OURS}
+        compiled = {"hvp fx": "fx"}
+        self.calls = {
+            name: fs.func.hvp(loss, self.plan, reshard="reshard" in name, compile=compiled.get(name)) for name in OURS
+        }
 
     def step(self, name: str, number: int) -> dict[str, float]:
         """One product on the batch of this number: all ranks begin together."""

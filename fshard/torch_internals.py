@@ -102,6 +102,16 @@ assert_async = torch._assert_async
 weight_norm = torch._weight_norm
 
 
+def on_memory_of(x: torch.Tensor) -> torch.Tensor:
+    """A tensor on the memory of a contiguous one, where it lies now; it keeps no memory and sees no mode."""
+    with disable_current_modes():
+        made = torch.empty(0, dtype=x.dtype, device=x.device)
+        if not x.numel():
+            return made.view(x.shape)
+        storage = torch._C._construct_storage_from_data_pointer(x.data_ptr(), x.device, x.nbytes)
+        return made.set_(storage, 0, x.shape, x.stride())
+
+
 def untraced_by_dynamo(fn: F) -> F:
     """Let Dynamo break its graph at a function, without importing Dynamo, as ``torch.compiler.disable`` does."""
     return cast(F, _compile._disable_dynamo(fn))

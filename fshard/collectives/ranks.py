@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from fshard.errors import no_processes
 from fshard.runtime.comm import Communicator
 from fshard.runtime.comm.communicator import SingleRankTransport
+from fshard.runtime.comm.host_calls import issued
 from fshard.schedule.transfers import COLLECTIVES
 from fshard.sharding.mesh import Axes, Mesh
 
@@ -39,8 +40,7 @@ class Ranks:
         transport = self.mesh.transport
         if transport is None and self.mesh.size > 1:
             raise no_processes()
-        comm: Communicator = (transport or SingleRankTransport()).communicator(COLLECTIVES, self._sorted)
-        return comm
+        return issued((transport or SingleRankTransport()).communicator(COLLECTIVES, self._sorted))
 
     @property
     def order(self) -> list[int] | None:

@@ -314,7 +314,7 @@ def _step_problems(step: TrainStep) -> list[str]:
         if getattr(options, name) is not None:
             found.append(f"{name}= of the inner step skips steps on one replica and not on the others")
     if options.running.graph:
-        found.append("Policy(graph='step') of the inner step: the host steers exchanges between replicas")
+        found.append("Policy(graph=) of the inner step: the host steers exchanges between replicas")
     if contract(step.opt).steps is not None:
         found.append("fs.optim.every inside: use accumulate=, or a larger every= here")
     return found

@@ -120,7 +120,7 @@ def footprint(schedule: Schedule, needs: Sequence[Need], graphs: bool = False, b
     where = str(schedule[-at]) if len(schedule) else "none"
     peak, hosted = memory.arena_bytes + max(total, 0), _hosted(schedule, needs)
     found = Footprint(peak, -at, where, memory.arena_bytes, beside, held, hosted)
-    return _captured(schedule, found, total, batch) if schedule.policy.graph == "step" else found
+    return _captured(schedule, found, total, batch) if schedule.policy.graph != "none" else found
 
 
 def _captured(schedule: Schedule, found: Footprint, made: int, batch: int) -> Footprint:

@@ -10,7 +10,7 @@ from fshard.schedule.step_program import StepProgram
 
 UPDATES = ("deferred", "beside", "in_backward")
 ACCUMULATIONS = ("sharded", "full")
-GRAPHS = ("none", "step")
+GRAPHS = ("none", "step", "segments")
 SPACE = "\\u0020"
 """A space within a token of a schedule's text."""
 
@@ -121,7 +121,8 @@ class Policy:
             CSV file of PyTorch's pipelines. Empty for ``"1f1b"``, or ``"interleaved"`` where ranks have several stages,
             or ``"zbv"`` where these go forth and back.
         graph: ``"step"`` captures a train step as one CUDA graph, the waiting update included, and replays it. Steps
-            that cannot be captured run eagerly: ``metrics.ran.graph`` says why.
+            that cannot be captured run eagerly: ``metrics.ran.graph`` says why. ``"segments"`` captures the compute
+            between transfers, and the host issues these: for collectives that no graph can hold.
 
     Raises:
         PlanError: a value is of another type or out of range; all of them are listed.

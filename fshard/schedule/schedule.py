@@ -265,7 +265,7 @@ class Schedule:
         Raises:
             ScheduleError: the ops open or close a lifetime twice.
         """
-        return plan_memory(self.ops, self.groups, self.stages, self.policy.graph == "step")
+        return plan_memory(self.ops, self.groups, self.stages, self.policy.graph != "none")
 
     def __str__(self) -> str:
         return render((self.ops, self.groups, self.program, self.policy, self.accumulate, self.train))

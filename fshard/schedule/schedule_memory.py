@@ -24,7 +24,7 @@ reader on, and that op makes it beside those of leaves, which are ``fill:g`` the
 ``copy:g`` is what a step that does not donate its state copies of it: before an update in the backward, or at the end.
 
 One kind is kept from one step to the next, and so lives through all of each: ``cast:g``, the copy of a parameter shard
-in the dtype that is gathered or read. With ``Policy(graph="step")`` so does the gradient that waits for the update.
+in the dtype that is gathered or read. With ``Policy(graph=)`` so does the gradient that waits for the update.
 
 ``exchange:g`` is a fragment between replicas that is under way during the step, or that leaves and arrives at its end:
 those of the step that holds most of them. ``update:g`` of such a group is what its arrival needs.

@@ -135,22 +135,22 @@ def make_train_step(
     asked = read_norms(norms, plan)
     options = Options(clip, skip_norm, skip, accumulate, donate, running, loss_scale, asked, skip_limit)
     warn_of_float16(plan, loss_scale)
-    if running.graph:
-        return _captured(loss_fn, opt, plan, options)
+    if isinstance(policy, Policy) and policy.graph != "none":
+        return _captured(loss_fn, opt, plan, options, policy.graph)
     if plan.stages is not None and plan.source is not None and plan.source.stages is not None:
         made: TrainStep = plan.source.stages.train_step(loss_fn, opt, plan, options)
         return made
     return TrainStep(loss_fn, opt, plan, options)
 
 
-def _captured(loss_fn: Callable[..., Any], opt: Optimizer, plan: Plan, options: Options) -> TrainStep:
-    """A train step that is captured as a graph."""
+def _captured(loss_fn: Callable[..., Any], opt: Optimizer, plan: Plan, options: Options, mode: str) -> TrainStep:
+    """A train step that is captured as a graph, or as segments of one."""
     from fshard.runtime import whole_graph  # which other steps do not import
 
     capture = whole_graph.device_capture.capture_of(plan.mesh.device)
-    problems = [*whole_graph.graph_problems(plan, opt, options, capture)]
+    problems = [*whole_graph.graph_problems(plan, opt, options, capture, mode)]
     if problems or capture is None:
         raise PlanError("; ".join(problems))
     programs = programs_of(plan, options, contract(opt))
-    runner = whole_graph.GraphRunner(loss_fn, programs, len(options.clip.rules), capture)
+    runner = whole_graph.GraphRunner(loss_fn, programs, len(options.clip.rules), capture, mode)
     return TrainStep(loss_fn, opt, plan, options, programs, runner)

@@ -35,7 +35,7 @@ class RunReport:
         times: when each of them began, and when the last one was over.
         busy: by rank, the seconds since the end of the step before in which it did not wait for others; empty on one
             rank. The rank with the most is the one that others wait for.
-        graph: with ``Policy(graph="step")`` how it ran: "replayed", "captured", or "eager" and the reason.
+        graph: with ``Policy(graph=)`` how it ran: "replayed", "captured", or "eager" and the reason.
     """
 
     seconds: float = 0.0

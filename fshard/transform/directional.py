@@ -78,7 +78,9 @@ class DirectionalDerivative(MayBeScheduled):
         return found[0], found[1]
 
 
-def jvp(loss_fn: LossFn, plan: Plan, *, reshard: bool | None = None) -> DirectionalDerivative:
+def jvp(
+    loss_fn: LossFn, plan: Plan, *, reshard: bool | None = None, compile: str | None = None
+) -> DirectionalDerivative:
     """The loss and its derivative in a direction: ``jvp(loss_fn, plan)(params, v, batch) -> (loss, slope)``.
 
     One forward pass with forward-mode derivatives (``jax.jvp``), on a schedule as an evaluation; a gradient where an
@@ -88,6 +90,7 @@ def jvp(loss_fn: LossFn, plan: Plan, *, reshard: bool | None = None) -> Directio
         loss_fn: as for ``fs.make_train_step``, without aux.
         plan: the plan.
         reshard: as for ``hvp``; on a schedule there is nothing to gather again.
+        compile: as for ``hvp``.
 
     Returns:
         The function. ``v`` is a tree of shards like ``params``; its values for frozen leaves are ignored.
@@ -99,4 +102,4 @@ def jvp(loss_fn: LossFn, plan: Plan, *, reshard: bool | None = None) -> Directio
     >>> along({"w": w.flatten()}, {"w": torch.ones(4)}, torch.ones(1, 2))
     (tensor(10.), tensor(4.))
     """
-    return DirectionalDerivative(loss_of(loss_fn, plan, reshard), read_running(Policy(), False))
+    return DirectionalDerivative(loss_of(loss_fn, plan, reshard), read_running(Policy(), False, compile))

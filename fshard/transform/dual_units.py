@@ -6,6 +6,7 @@ with theirs, and returns results with theirs. So the engine sees where each unit
 schedule can gather ahead and leave reductions in flight.
 """
 
+import functools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Self
@@ -31,82 +32,79 @@ Pair = tuple[Tensor, Sequence[Tensor]]
 """A leaf and its tangents; none for a frozen one."""
 
 
-class Frame:
-    """A call of a unit beside its tensors, as one value in which the engine looks for none.
+def dual_function(
+    fn: Callable[..., Any],
+    trained: tuple[bool, ...],
+    recorded: bool,
+    params: Any,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    tangents: list[Tensor | None],
+) -> tuple[Any, Sequence[Tensor]]:
+    """A unit's result, and the tangents of the tensors in it that have some, in their order.
 
     Args:
-        spec: the structure of its parameters and arguments.
-        plain: the leaves of these that are no tensors, and None for each tensor.
-        places: where tensors are among them: the parameters, then the others.
-        trained: whether each parameter has a tangent.
-
-    Attributes:
-        out: the structure of its results.
-        rest: results that are no floating-point tensors, and None for each that is one.
+        fn: the unit's function.
+        trained: whether each of its parameters has a tangent.
+        recorded: whether gradients flow through tangents.
+        params: its parameters, and their tangents.
+        args: its other arguments.
+        kwargs: those by keyword.
+        tangents: those of the tensors among both; None for a zero.
     """
+    leaves, spec = tree.flatten((params["at"], args, kwargs))
+    leaves[: len(trained)] = map(alone, leaves[: len(trained)])
+    given = iter([alone(t) for t in params["along"]])
+    along = [*[next(given) if one else None for one in trained], *tangents]
+    places = [i for i, x in enumerate(leaves) if isinstance(x, Tensor)]
+    moved = {i: t for i, t in zip(places, along, strict=True) if t is not None}
+    structure: list[Any] = []
 
-    def __init__(self, spec: Any, plain: list[Any], places: list[int], trained: list[bool]) -> None:
-        self.spec, self.plain, self.places, self.trained = spec, plain, places, trained
-        self.out: Any = None
-        self.rest: list[Any] = []
+    def of(*moving: Tensor) -> tuple[list[Tensor], list[Tensor]]:
+        filled = list(leaves)
+        for i, x in zip(moved, moving, strict=True):
+            filled[i] = x
+        at, args, kwargs = tree.unflatten(spec, filled)
+        made, found, others = parted(fn(at, *args, **kwargs))
+        structure[:] = [made]
+        return found, others
 
-    @classmethod
-    def of(cls, given: Any, trained: list[bool]) -> tuple["Frame", list[Tensor]]:
-        """The frame of parameters and arguments, and the tensors among these."""
-        leaves, spec = tree.flatten(given)
-        places = [i for i, x in enumerate(leaves) if isinstance(x, Tensor)]
-        plain = [None if isinstance(x, Tensor) else x for x in leaves]
-        return cls(spec, plain, places, trained), [leaves[i] for i in places]
-
-    def call(self, fn: Callable[..., Any], tensors: Sequence[Tensor]) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-        """The results that may have tangents, and the tensors among the others."""
-        filled = list(self.plain)
-        for i, tensor in zip(self.places, tensors, strict=True):
-            filled[i] = tensor
-        params, args, kwargs = tree.unflatten(self.spec, filled)
-        outs, self.out = tree.flatten(fn(params, *args, **kwargs))
-        moving = [isinstance(x, Tensor) and x.is_floating_point() for x in outs]
-        self.rest = [None if moves else x for x, moves in zip(outs, moving, strict=True)]
-        others = tuple([x for x in self.rest if isinstance(x, Tensor)])
-        return tuple([x for x, moves in zip(outs, moving, strict=True) if moves]), others
-
-    def result(self, found: Sequence[Any], others: Sequence[Tensor]) -> Any:
-        """The unit's result."""
-        given, plain = iter(found), iter(others)
-        outs = [next(given) if x is None else next(plain) if isinstance(x, Tensor) else x for x in self.rest]
-        return tree.unflatten(self.out, outs)
+    found, ahead, others = jvp(of, tuple([leaves[i] for i in moved]), tuple(moved.values()), has_aux=True)  # type: ignore[misc]
+    refuse_views(getattr(fn, "__name__", "unit"), found, leaves[: len(trained)])
+    return joined(structure[0], found, others), _lasting(ahead, along[: len(trained)], recorded)
 
 
-class DualFunction:
-    """A unit's function of parameters, inputs and their tangents, which returns results and their tangents.
+def _lasting(tangents: Sequence[Tensor], directions: Sequence[Tensor | None], recorded: bool) -> list[Tensor]:
+    """Tangents of results, of which none is a view of a parameter's."""
+    held = {storage_of(t) for t in directions if t is not None}
+    own = [t.clone() if storage_of(t) in held else t for t in tangents]
+    return own if recorded else [t.detach() for t in own]
 
-    Args:
-        unit: the unit.
-    """
 
-    def __init__(self, unit: Unit) -> None:
-        self.fn, self.__name__ = unit.fn, getattr(unit.fn, "__name__", "unit")
+Structure = tuple[Any, list[Any]]
+"""The structure of a result, and its leaves, with ``_MOVES`` for each that may have a tangent."""
 
-    def __call__(
-        self, params: Any, frame: Frame, inputs: list[Tensor], tangents: list[Tensor | None]
-    ) -> tuple[Sequence[Tensor], Sequence[Tensor], Sequence[Tensor]]:
-        """The results that are floating-point tensors, their tangents, and other tensors."""
-        given = iter(params["along"])
-        directions = [alone(next(given)) if trained else None for trained in frame.trained]
-        tensors = [*map(alone, params["at"]), *inputs]
-        moved = {i: t for i, t in enumerate([*directions, *tangents]) if t is not None}
+_MOVES = object()
 
-        def of(*moving: Tensor) -> Any:
-            filled = list(tensors)
-            for i, x in zip(moved, moving, strict=True):
-                filled[i] = x
-            return frame.call(self.fn, filled)
 
-        moving: Any = jvp(of, tuple([tensors[i] for i in moved]), tuple(moved.values()), has_aux=True)
-        found, along, others = moving
-        refuse_views(self.__name__, found, tensors[: len(frame.trained)])
-        held = {storage_of(t) for t in directions if t is not None}
-        return found, [t.clone() if storage_of(t) in held else t for t in along], others
+def moves(x: Any) -> bool:
+    """Tell whether a result may have a tangent."""
+    return isinstance(x, Tensor) and (x.is_floating_point() or x.is_complex())
+
+
+def parted(result: Any) -> tuple[Structure, list[Tensor], list[Tensor]]:
+    """A result's structure, the tensors in it that may have tangents, and the other tensors."""
+    outs, spec = tree.flatten(result)
+    rest = [_MOVES if moves(x) else x for x in outs]
+    return (spec, rest), list(filter(moves, outs)), [x for x in rest if isinstance(x, Tensor)]
+
+
+def joined(structure: Structure, found: Sequence[Any], others: Sequence[Tensor]) -> Any:
+    """The result that ``parted`` has taken apart, of these tensors."""
+    (spec, rest), moving, plain = structure, iter(found), iter(others)
+    return tree.unflatten(
+        spec, [next(moving) if x is _MOVES else next(plain) if isinstance(x, Tensor) else x for x in rest]
+    )
 
 
 def refuse_views(unit: str, found: Sequence[Tensor], leaves: Sequence[Tensor]) -> None:
@@ -224,7 +222,7 @@ class DualUnits(TransformedUnits):
         recorded: whether gradients flow through tangents.
     """
 
-    def __init__(self, pairs: Mapping[str, Pair], known: dict[Unit, Unit], recorded: bool = True) -> None:
+    def __init__(self, pairs: Mapping[str, Pair], known: dict[Any, Unit], recorded: bool = True) -> None:
         super().__init__(pairs)
         self.known, self.recorded = known, recorded
 
@@ -236,17 +234,28 @@ class DualUnits(TransformedUnits):
 
     def run(self, engine: Any, unit: Unit, held: list[Pair], given: Any) -> Any:
         """The result of a unit."""
-        frame, tensors = Frame.of(given, [bool(along) for _, along in held])
-        inputs = [forward_parts(x, self.depth) for x in tensors[len(held) :]]
-        if (made := self.known.get(unit)) is None:
-            made = self.known[unit] = Unit(unit.name, DualFunction(unit))
-        params = {"at": [one for one, _ in held], "along": [along[0] for _, along in held if along]}
+        params, *rest = given
+        leaves, spec = tree.flatten(rest)
+        inputs = {i: forward_parts(x, self.depth) for i, x in enumerate(leaves) if isinstance(x, Tensor)}
+        args, kwargs = tree.unflatten(spec, [inputs[i][0] if i in inputs else x for i, x in enumerate(leaves)])
+        trained = tuple([bool(along) for _, along in held])
+        if (made := self.known.get((unit, trained))) is None:
+            made = self.known[unit, trained] = Unit(unit.name, _dual(unit.fn, trained, self.recorded))
+        at = tree.unflatten(tree.flatten(params)[1], [one for one, _ in held])
+        params = {"at": at, "along": [along[0] for _, along in held if along]}
         with below_transforms(self.depth - 1):
-            called = frame, [x for x, _ in inputs], [t for _, t in inputs]
-            found, along, others = engine.call(made, params, called, {})
-            along = along if self.recorded else [t.detach() for t in along]
+            result, along = engine.call(made, params, (args, kwargs, [t for _, t in inputs.values()]), {})
+            structure, found, others = parted(result)
             pairs = [(alone(x), alone(t)) for x, t in zip(found, along, strict=True)]
-        return frame.result([make_dual(*pair) for pair in pairs], others)
+        return joined(structure, [make_dual(*pair) for pair in pairs], others)
+
+
+def _dual(fn: Any, *options: Any) -> Callable[..., Any]:
+    """The function of a unit's primals and tangents, with what a compiler asks of the unit's own."""
+    made = functools.partial(dual_function, fn, *options)
+    if hasattr(fn, "kind"):
+        vars(made).update(kind=lambda: (dual_function, fn.kind(), *options), tables=fn.tables)
+    return functools.update_wrapper(made, fn, ("__name__",), ())
 
 
 def make_dual(primal: Tensor, tangent: Tensor) -> Tensor:

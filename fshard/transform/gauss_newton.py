@@ -153,6 +153,7 @@ def gnvp(
     plan: Plan,
     *,
     schedule: Policy | Auto | str | None = None,
+    compile: str | None = None,
 ) -> GaussNewtonProduct:
     """The generalized Gauss-Newton matrix times a vector: ``gnvp(predict, loss_fn, plan)(params, v, batch)``.
 
@@ -167,6 +168,7 @@ def gnvp(
         plan: the plan.
         schedule: as for ``hvp``. None keeps gathered parameters and their tangents of models whose parameters take up
             to 128 MiB, and gathers them again otherwise; the attribute ``schedule`` of the function tells.
+        compile: as for ``hvp``.
 
     Returns:
         The function. ``v`` and the product are trees of shards like ``params``, zero for frozen leaves.
@@ -186,7 +188,7 @@ def gnvp(
     expect("fs.func.gnvp(predict, loss_fn, plan)", wants)
     refuse_stages("fs.func.gnvp(predict, loss_fn, plan)", plan)
     chosen = Policy(reshard=not keeps(plan)) if schedule is None else schedule
-    return GaussNewtonProduct(predict, loss_fn, plan, read_running(chosen, False))
+    return GaussNewtonProduct(predict, loss_fn, plan, read_running(chosen, False, compile))
 
 
 def _pushed(f: Callable[[Flat], Any], at: Flat, direction: Flat) -> tuple[Any, Any]:

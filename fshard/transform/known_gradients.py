@@ -81,17 +81,17 @@ def with_hessian(gradient: Mapping[str, Tensor], leaves: Flat, hessian: HessianM
     """The gradient by leaves as a function of them, whose derivative is this Hessian."""
     paths = [*leaves]
     found: Tensor = WithHessian.apply(  # type: ignore[no-untyped-call]
-        joined([gradient[path] for path in paths]), joined([*leaves.values()]), hessian
+        as_vector([gradient[path] for path in paths]), as_vector([*leaves.values()]), hessian
     )
-    return cut(found, leaves)
+    return of_vector(found, leaves)
 
 
-def joined(leaves: Sequence[Tensor]) -> Tensor:
+def as_vector(leaves: Sequence[Tensor]) -> Tensor:
     """Leaves as one vector."""
     return torch.cat([leaf.reshape(-1) for leaf in leaves])
 
 
-def cut(vector: Tensor, like: Flat) -> Flat:
+def of_vector(vector: Tensor, like: Flat) -> Flat:
     """The leaves of a vector."""
     parts = torch.split(vector, [leaf.numel() for leaf in like.values()])
     return {path: part.view(leaf.shape).to(leaf.dtype) for part, (path, leaf) in zip(parts, like.items(), strict=True)}

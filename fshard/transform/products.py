@@ -153,7 +153,12 @@ class HessianProduct(MayBeScheduled):
 
 
 def hvp(
-    loss_fn: LossFn, plan: Plan, *, reshard: bool | None = None, schedule: Policy | Auto | str | None = None
+    loss_fn: LossFn,
+    plan: Plan,
+    *,
+    reshard: bool | None = None,
+    schedule: Policy | Auto | str | None = None,
+    compile: str | None = None,
 ) -> HessianProduct:
     """The Hessian of the global mean loss times a vector: ``hvp(loss_fn, plan)(params, v, batch)``.
 
@@ -171,6 +176,8 @@ def hvp(
             ``reshard`` of the function tells the choice, and so does its ``schedule``. Products are equal, up to the
             order of float sums. Where a product has no schedule, True gathers and computes units again in each pass.
         schedule: as for ``fs.make_train_step``, in the place of ``reshard``: a policy, or ``fs.Auto(memory=...)``.
+        compile: as for ``fs.make_train_step``, of the graphs of a unit and its tangents together, which products on a
+            schedule run: ``print(product.units)``.
 
     Returns:
         The function. ``v`` and the product are trees of shards like ``params``, zero for frozen leaves.
@@ -191,7 +198,9 @@ def hvp(
     False
     """
     loss = loss_of(loss_fn, plan, _resharded(reshard, schedule))
-    return HessianProduct(loss, read_running(Policy(reshard=loss.reshard) if schedule is None else schedule, False))
+    return HessianProduct(
+        loss, read_running(Policy(reshard=loss.reshard) if schedule is None else schedule, False, compile)
+    )
 
 
 def loss_of(loss_fn: LossFn, plan: Plan, reshard: bool | None) -> ShardedLoss:

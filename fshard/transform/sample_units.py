@@ -20,13 +20,47 @@ from fshard.model.unit import Slot, Unit, attach, slot_of
 from fshard.runtime.engine import Mean, read_loss
 from fshard.sharding.plan import Plan
 from fshard.torch_internals import batched, below_transforms, functorch, transforms_depth
-from fshard.transform.dual_units import Frame, Pair, TransformedUnits, refuse_views
+from fshard.transform.dual_units import Pair, Structure, TransformedUnits, joined, parted, refuse_views
 from fshard.transform.sample_layers import Caught, CaughtLayers, CaughtLeaf, RowsOf
 from fshard.transform.sample_tape import OUTSIDE, Place, SampleTape
 from fshard.transform.slopes import params_of
 
 Row = Callable[[Any, list[Tensor]], Tensor]
 """A loss of parameters and of the tensors of one row."""
+
+
+class Frame:
+    """A call of a unit beside its tensors.
+
+    Args:
+        spec: the structure of its parameters and arguments.
+        plain: the leaves of these that are no tensors, and None for each tensor.
+        places: where tensors are among them: the parameters, then the others.
+
+    Attributes:
+        out: the structure of its results.
+    """
+
+    def __init__(self, spec: Any, plain: list[Any], places: list[int]) -> None:
+        self.spec, self.plain, self.places = spec, plain, places
+        self.out: Structure | None = None
+
+    @classmethod
+    def of(cls, given: Any) -> tuple["Frame", list[Tensor]]:
+        """The frame of parameters and arguments, and the tensors among these."""
+        leaves, spec = tree.flatten(given)
+        places = [i for i, x in enumerate(leaves) if isinstance(x, Tensor)]
+        plain = [None if isinstance(x, Tensor) else x for x in leaves]
+        return cls(spec, plain, places), [leaves[i] for i in places]
+
+    def call(self, fn: Callable[..., Any], tensors: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+        """The results that may have gradients, and the tensors among the others."""
+        filled = list(self.plain)
+        for i, tensor in zip(self.places, tensors, strict=True):
+            filled[i] = tensor
+        params, args, kwargs = tree.unflatten(self.spec, filled)
+        self.out, found, others = parted(fn(params, *args, **kwargs))
+        return found, others
 
 
 class SampleUnits(TransformedUnits):
@@ -67,7 +101,7 @@ class SampleUnits(TransformedUnits):
 
     def run(self, engine: Any, unit: Unit, held: list[Pair], given: Any) -> Any:
         """The result of a unit."""
-        frame, tensors = Frame.of(given, [])
+        frame, tensors = Frame.of(given)
         if (made := self.known.get(unit)) is None:
             made = self.known[unit] = Unit(unit.name, SampleFunction(unit))
         inputs = [_parts(x) for x in tensors[len(held) :]]
@@ -75,7 +109,8 @@ class SampleUnits(TransformedUnits):
         with below_transforms(self.depth - 1):
             given = called, [x for x, _ in inputs]
             found, others = engine.call(made, {"at": [leaf for leaf, _ in held]}, given, {})
-        return frame.result(*[[batched(x, self.depth) for x in some] for some in (found, others)])
+        assert frame.out is not None
+        return joined(frame.out, *[[batched(x, self.depth) for x in some] for some in (found, others)])
 
 
 @dataclass(frozen=True, eq=False)
@@ -105,10 +140,8 @@ class SampleFunction:
     def __init__(self, unit: Unit) -> None:
         self.fn, self.__name__ = unit.fn, getattr(unit.fn, "__name__", "unit")
 
-    def __call__(
-        self, read: Any, called: SampleCall, inputs: list[Tensor]
-    ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-        """The results that are floating-point tensors, ``(rows, ...)``, and other tensors."""
+    def __call__(self, read: Any, called: SampleCall, inputs: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+        """The results that may have gradients, ``(rows, ...)``, and other tensors."""
         units, frame, leaves = called.units, called.frame, read["at"]
         place = called.engine.place
         paths = [_path(leaf) for leaf in leaves]

@@ -10,20 +10,31 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from fshard import tree
 from fshard.collectives.ranks import Ranks
+from fshard.errors import TransformError
 from fshard.runtime.comm import collective_call
+from fshard.runtime.engine.proxies import Proxy
 from fshard.runtime.steps import scalar, widened
 from fshard.runtime.steps.step_options import read_running
 from fshard.schedule.policy import Policy
 from fshard.sharding.plan import Plan
-from fshard.torch_internals import below_transforms, forward_parts, functorch
+from fshard.torch_internals import (
+    DispatchModeKey,
+    FakeTensor,
+    below_transforms,
+    dispatch_mode,
+    forward_parts,
+    functorch,
+    transforms_depth,
+)
 from fshard.training.metrics import combine_aux
 from fshard.transform.active_transforms import derivatives_of
 from fshard.transform.dual_units import alone, make_dual
 from fshard.transform.forward_units import data_of
-from fshard.transform.known_gradients import HessianMap, cut, joined, with_gradient, with_hessian
+from fshard.transform.known_gradients import HessianMap, as_vector, of_vector, with_gradient, with_hessian
 from fshard.transform.meeting import CheckedCall
 from fshard.transform.product_modes import Flat
 from fshard.transform.scheduled_function import MayBeScheduled, ScheduledFunction, Schedules
@@ -103,6 +114,7 @@ class ScheduledLoss(ShardedLoss, MayBeScheduled):
         running = read_running(Policy(reshard=self.reshard), False)
         kinds: dict[Nest, type[TangentFunction]] = {(GRAD, GRAD): Slope, (JVP,): ValueAndSlope}
         fn: Any = self.loss_fn if nest == (GRAD,) else kinds.get(nest, SlopeBesideLoss)(self, plan)
+        fn = functools.partial(_by_arguments, fn, GRAD in nest)
         return ScheduledFunction(fn, plan, double, running, f"sharded loss under {', '.join(nest)}", GRAD in nest)
 
     def _begun(self, params: Any, batch: Any) -> CheckedCall:
@@ -135,9 +147,9 @@ class ScheduledLoss(ShardedLoss, MayBeScheduled):
         """The Hessian at the parameters of a call, times a vector of all trained leaves."""
         self._nest, self._unscheduled = (GRAD, GRAD), ""
         trained = {path: call.at[path] for path in call.trained}
-        along = {path: torch.zeros_like(leaf) for path, leaf in call.at.items()} | cut(vector, trained)
+        along = {path: torch.zeros_like(leaf) for path, leaf in call.at.items()} | of_vector(vector, trained)
         found = product.gradient(product.run(tree.nest(call.at), [tree.nest(along)], call.batch))
-        return joined([leaf for path, leaf in tree.paths(found) if path in trained])
+        return as_vector([leaf for path, leaf in tree.paths(found) if path in trained])
 
     def _derivatives(self, scheduled: ScheduledFunction, call: NestedCall) -> Derivatives:
         """The derivatives that a schedule computes."""
@@ -153,6 +165,50 @@ class ScheduledLoss(ShardedLoss, MayBeScheduled):
             self.refuse_aux(aux)
             return Derivatives((value,), first, {})
         return Derivatives((aux["loss"].to(device), value), _alone(scheduled.gradient(outcome, True)), first)
+
+
+class ArgumentsAlone(TorchFunctionMode):
+    """Refuses what a loss reads beside its arguments and takes part in derivatives: a schedule would miss these.
+
+    In a trace, whose arguments are fake, it sees all such tensors. In a run it sees those of transforms that were left.
+
+    Args:
+        recorded: whether autograd records the loss; if not, its mode does not tell whether it would.
+    """
+
+    def __init__(self, recorded: bool) -> None:
+        super().__init__()
+        self.recorded = recorded
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        traced = dispatch_mode(DispatchModeKey.FAKE) is not None
+        for x in tree.leaves((args, kwargs)):
+            if isinstance(x, Tensor) and (self._in_trace(x) if traced else _of_left(x)):
+                raise TransformError(
+                    f"the loss reads a tensor of shape {tuple(x.shape)} that takes part in derivatives and is no "
+                    "argument of it: a schedule has no derivative by that. Give it with the batch"
+                )
+        return func(*args, **kwargs)
+
+    def _in_trace(self, x: Tensor) -> bool:
+        taking = functorch.is_functorch_wrapped_tensor(x)
+        if not taking and (torch.is_grad_enabled() or not self.recorded):
+            taking = x.requires_grad
+        while taking and functorch.is_functorch_wrapped_tensor(x):
+            x = functorch.get_unwrapped(x)
+        return taking and not isinstance(x, FakeTensor | Proxy)
+
+
+def _of_left(x: Tensor) -> bool:
+    """Tell whether a tensor belongs to a transform that ``below_transforms`` has left."""
+    return functorch.is_functorch_wrapped_tensor(x) and int(functorch.maybe_get_level(x)) > transforms_depth()
+
+
+def _by_arguments(fn: LossFn, recorded: bool, params: Any, batch: Any) -> Any:
+    """The loss, which must depend on nothing else that takes part in derivatives."""
+    with ArgumentsAlone(recorded):
+        return fn(params, batch)
 
 
 def _alone(gradient: Any) -> Flat:

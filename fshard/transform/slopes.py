@@ -38,7 +38,7 @@ class TangentFunction:
 
     loss: ShardedLoss
     plan: Plan
-    known: dict[Unit, Unit] = field(default_factory=dict, repr=False)
+    known: dict[Any, Unit] = field(default_factory=dict, repr=False)
 
     def total(self, units: TransformedUnits, batch: Any, count: list[Any]) -> tuple[Tensor, tuple[Tensor, ...]]:
         """The total of the loss, and its count if that is a tensor. It goes to ``count`` if it is none."""
@@ -93,7 +93,7 @@ class ValueAndSlope(TangentFunction):
         count: list[Any] = []
 
         def of(_: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
-            return self.total(ForwardUnits(pairs(self.plan, params), _with_tangent, self.known), batch, count)
+            return self.total(DualUnits(pairs(self.plan, params), self.known, recorded=False), batch, count)
 
         with plain_attention():
             value, slope, counts = jvp(of, (self.zero(),), (self.zero(),), has_aux=True)  # type: ignore[misc]
@@ -163,7 +163,7 @@ class CurvedOutputs:
     predict: Callable[[Any, Any], Any]
     bend: Callable[[Any, Any, Any], tuple[Any, Any]]
     plan: Plan
-    known: dict[Unit, Unit] = field(default_factory=dict, repr=False)
+    known: dict[Any, Unit] = field(default_factory=dict, repr=False)
 
     def __call__(self, params: Any, batch: Any) -> Any:
         """The scalar, an ``fs.Mean`` if the loss is one."""
@@ -198,7 +198,3 @@ def zero_on(plan: Plan) -> Tensor:
 def mean_like(value: Tensor, count: Any) -> Any:
     """A part of a mean with this count; None for a plain number."""
     return value if count is None else Mean(value, count)
-
-
-def _with_tangent(leaf: Tensor, tangents: Sequence[Tensor]) -> Tensor:
-    return make_dual(leaf, tangents[0])

@@ -48,6 +48,8 @@ ENDED = {
     "played/paused.py": "played ranks: known at once when none can go on; a poll, ended with the run",
     "runtime/memory/gradients.py": "a device: its own watchdog",
     "foresight/packing_time.py": "a handle that is done: nothing is sent",
+    "runtime/comm/host_calls.py": "handles of communicators",
+    "runtime/whole_graph/device_capture.py": "a device: its own watchdog",
     "runtime/comm/joining.py": "bounded, one second; its notes are left in joining.py, bounded",
     "runtime/comm/bounded.py": "the seconds that it is given",
     "runtime/comm/ending.py": "two seconds, once at the end of a process",

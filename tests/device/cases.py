@@ -284,7 +284,7 @@ def saved_beside_steps() -> list[str]:
     return wrong
 
 
-def whole_graph(ranks: int, case: str) -> list[str]:
+def whole_graph(ranks: int, case: str, policy: str = "step") -> list[str]:
     """Steps that are captured with raw addresses, without what waits for the device, and replayed: bits of eager ones.
 
     The host's copies and reads of the device are errors in a capture.
@@ -295,7 +295,7 @@ def whole_graph(ranks: int, case: str) -> list[str]:
         return graphs.trained(mesh, policy, **graphs.CASES[case])
 
     wrong = []
-    for graphed, eager in graphs.both(ranks, run, DEVICE):
+    for graphed, eager in graphs.both(ranks, run, DEVICE, graphs.POLICIES[policy]):
         graphed.same(eager)
         wrong += [] if graphed.how.count("replayed") == graphs.STEPS - 3 else graphed.how
     return wrong
@@ -318,6 +318,7 @@ CASES: dict[str, Callable[[], list[str]]] = {
     "collectives by name, alone": alone,
     "graphs": lambda: same(2, compile="fx"),
     "whole graphs": lambda: whole_graph(2, "dropout, scale"),
+    "whole graphs, segments": lambda: whole_graph(2, "dropout, scale", "segments"),
     "whole graphs, remat": lambda: whole_graph(1, "remat"),
     "whole graphs, clip": lambda: whole_graph(2, "clip by rule, rates"),
     "remat outside of steps": named_outside,

@@ -1,9 +1,10 @@
-"""A capture device: the host's memory, with captures as CUDA has them, for ``Policy(graph="step")`` without a GPU.
+"""A capture device: the host's memory, with captures as CUDA has them, for ``Policy(graph=)`` without a GPU.
 
 A capture records operators with the raw addresses of the memory that they work on, and does no work: what is written in
 place keeps its value, and what is made is nan. Memory that is made in a capture belongs to its pool. It is poisoned
 where it is freed, in each replay, and never given to anybody else. A replay does the recorded work at the recorded
-addresses. Memory from before the capture must still be where it was. Collectives are recorded, too.
+addresses. Memory from before the capture must still be where it was. Collectives are recorded, too; or, where the
+capture is cut, issued by the host between two segments, and an error inside of one.
 
 As on CUDA, what reads the device while it is captured is an error.
 """
@@ -25,6 +26,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 import fshard as fs
 from fshard.runtime.comm import Done
+from fshard.runtime.comm.host_calls import HostCall
 
 ATEN = torch.ops.aten
 DEALLOCATES = (
@@ -88,6 +90,7 @@ class RecordedGraph:
         pool: memory that was made in the capture.
         outside: memory from before it: the storage, its address, and the first operator that works on it.
         most: the most bytes of the pool that are in use at once. ``given`` are buffers that have some of them.
+        cuts: the names of calls of the host between its segments.
     """
 
     def __init__(self) -> None:
@@ -97,6 +100,7 @@ class RecordedGraph:
         self.outside: dict[int, tuple[StorageWeakRef, int, str]] = {}
         self.replays = self.level = self.most = 0
         self.given: set[int] = set()
+        self.cuts: list[str] = []
 
     def takes(self, nbytes: int) -> None:
         """The pool gives memory, or takes it back."""
@@ -141,21 +145,29 @@ class CaptureDevice(TorchDispatchMode):
         self.kind = device.type
         self.graph: RecordedGraph | None = None
         self.graphs: list[RecordedGraph] = []
-        self.buffers: set[int] = set()  # storages whose memory stays, since a graph works on it
         self.fails: int | None = None
-        self.storages: dict[int, Any] = {}
+        self.buffers: dict[int, Any] = {}  # storages whose memory stays, since a graph works on it
 
-    def capture(self, run: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
+    def capture(self, run: Callable[[Any], Any]) -> tuple[Callable[[], None], Any]:
         """Record what a function issues."""
         self.graph = graph = RecordedGraph()
         try:
             with self:
-                result = run()
-                self._sweep()
+                result = run(self._cut)
+                with _disable_current_modes():
+                    self._sweep()
         finally:
             self.graph = None
         self.graphs.append(graph)
         return graph.replay, result
+
+    def _cut(self, call: HostCall) -> None:
+        """End a segment, and begin the next one."""
+        assert self.graph is not None
+        with _disable_current_modes():
+            self._sweep()
+        self.graph.cuts.append(call.name)
+        self._note(f"host: {call.name}", (), [*call.tensors], call.run)
 
     @property
     def replayed(self) -> int:
@@ -168,24 +180,22 @@ class CaptureDevice(TorchDispatchMode):
         if self.graph is not None:
             if buffer.untyped_storage().nbytes():
                 assert key in self.buffers, "a graph frees memory from before its capture, and would use it again"
-            if buffer.untyped_storage().nbytes():
-                self._poisoned(at_address(buffer))
+                x = at_address(buffer)
+                self._note("poison", (), [x], lambda: poison(x))
             if key in self.graph.given:
                 self.graph.given.discard(key)
                 self.graph.takes(-buffer.untyped_storage().nbytes())
-        elif key in self.buffers:
-            if buffer.untyped_storage().nbytes():
-                poison(at_address(buffer))
-        else:
+        elif key not in self.buffers:
             real(buffer)
+        elif buffer.untyped_storage().nbytes():
+            poison(at_address(buffer))
 
     def allocate(self, buffer: Tensor, real: Callable[[Tensor], None]) -> None:
         """Give a buffer memory; in a capture it is the graph's."""
-        if self.graph is not None and not buffer.untyped_storage().nbytes():
-            self.buffers.add(buffer.untyped_storage()._cdata)
-            self.storages[buffer.untyped_storage()._cdata] = buffer.untyped_storage()
-        real(buffer)
         key = buffer.untyped_storage()._cdata
+        if self.graph is not None and not buffer.untyped_storage().nbytes():
+            self.buffers[key] = buffer.untyped_storage()
+        real(buffer)
         if self.graph is not None and key in self.buffers and key not in self.graph.given:
             self.graph.given.add(key)
             self.graph.takes(buffer.untyped_storage().nbytes())
@@ -194,13 +204,13 @@ class CaptureDevice(TorchDispatchMode):
         """A collective: done at once, or recorded."""
         if self.graph is None:
             return method(*args)
+        assert not self.graph.cuts, f"{name} is issued inside of a segment"
         tensors = [x for x in args if isinstance(x, Tensor)]
         plain = tuple(map(str, (x for x in args if not isinstance(x, Tensor))))
         for x in tensors:
             self._know(x, name)
         given = [at_address(x) if isinstance(x, Tensor) and self.kind == "cpu" else x for x in args]
-        held = self._note(name, plain, tensors, lambda: method(*given).wait())
-        del held
+        self._note(name, plain, tensors, lambda: method(*given).wait())
         return Done()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -287,10 +297,9 @@ class CaptureDevice(TorchDispatchMode):
             return x
         return at_address(x) if x.device.type == self.kind else x.clone()
 
-    def _note(self, name: str, numbers: tuple[Any, ...], tensors: list[Tensor], run: Callable[[], object]) -> Record:
-        record = Record(name, numbers, tuple((x.data_ptr(), _span(x)) for x in tensors), run)
-        self.graph.records.append(record)  # type: ignore[union-attr]
-        return record
+    def _note(self, name: str, numbers: tuple[Any, ...], tensors: list[Tensor], run: Callable[[], object]) -> None:
+        addresses = tuple((x.data_ptr(), _span(x)) for x in tensors)
+        self.graph.records.append(Record(name, numbers, addresses, run))  # type: ignore[union-attr]
 
     def _know(self, x: Tensor, name: str) -> None:
         """Memory that is not of the pool must stay where it is."""
@@ -300,9 +309,6 @@ class CaptureDevice(TorchDispatchMode):
         if x.device.type == self.kind:
             graph.outside[storage._cdata] = StorageWeakRef(storage), storage.data_ptr(), name
 
-    def _poisoned(self, x: Tensor) -> None:
-        self._note("poison", (), [x], lambda: poison(x))
-
     def _sweep(self) -> None:
         """Note what was freed."""
         graph = self.graph
@@ -310,13 +316,11 @@ class CaptureDevice(TorchDispatchMode):
         for key in [key for key in graph.live if torch._C._storage_Use_Count(key) <= 1]:
             del graph.live[key]
             storage = graph.pool[key]
-            graph.takes(-storage.nbytes())
-            floats = torch.empty(0, dtype=torch.uint8, device="cpu")
-            made = torch._C._construct_storage_from_data_pointer(
-                storage.data_ptr(), torch.device("cpu"), storage.nbytes()
-            )
-            floats.set_(made, 0, (storage.nbytes(),), (1,))
-            self._note("poison", (), [floats], lambda floats=floats: floats.fill_(255))  # nan in all dtypes
+            at, size = storage.data_ptr(), storage.nbytes()
+            graph.takes(-size)
+            raw = torch._C._construct_storage_from_data_pointer(at, torch.device("cpu"), size)
+            x = torch.empty(0, dtype=torch.uint8, device="cpu").set_(raw)
+            self._note("poison", (), [x], lambda x=x: x.fill_(255))  # nan in all dtypes
 
 
 def _written(func: Any, args: Any, kwargs: Any) -> Any:

@@ -102,9 +102,11 @@ class Clocks(TorchDispatchMode):
 
     @contextmanager
     def capture(self) -> Iterator[None]:
-        """Inside, work is captured on another compute stream. At its end all streams must have joined that one."""
-        for stream in [*self.now]:
-            self.join(OTHER, self.clock(stream))
+        """Inside, work is captured on another compute stream, whose graph the compute stream is given.
+
+        At its end all streams must have joined that one.
+        """
+        self.join(OTHER, self.clock(COMPUTE))
         before = {stream: dict(clock) for stream, clock in self.now.items()}
         self.epoch += 1
         try:

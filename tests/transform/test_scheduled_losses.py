@@ -199,3 +199,54 @@ def test_value_and_grad_of_a_derivative_has_one() -> None:
     got = F.jvp(lambda p: gradient(p, X)[1], (params,), (v,))[1]
     assert not differences(got, wanted(cases.CASES["forward over reverse"], "weighted"), plan, "product")
     assert gradient.loss.record == gradient.loss.schedule.ops
+
+
+def of_both(f: Any, p: Any, by: Tensor) -> Any:
+    return F.grad(f, argnums=(0, 1))(p, by)[1]
+
+
+def along_both(f: Any, p: Any, by: Tensor) -> Any:
+    return F.jvp(f, (p, by), (p, torch.ones_like(by)))[1]
+
+
+def along_a_gradient(f: Any, p: Any, by: Tensor) -> Any:
+    return F.jvp(lambda p, by: F.grad(f)(p, by)["w"].sum(), (p, by), (p, torch.ones_like(by)))[1]
+
+
+def of_a_slope(f: Any, p: Any, by: Tensor) -> Any:
+    return F.grad(lambda p, by: F.jvp(f, (p, by), (p, torch.ones_like(by)))[1], argnums=(0, 1))(p, by)[1]
+
+
+def recorded(f: Any, p: Any, by: Tensor) -> Any:
+    by = by.clone().requires_grad_()
+    return torch.autograd.grad(F.jvp(lambda p: f(p, by), (p,), (p,))[1] + F.grad(f)(p, by)["w"].sum(), by)[0]
+
+
+@pytest.mark.parametrize("taken", [of_both, along_both, along_a_gradient, of_a_slope, recorded])
+def test_derivatives_by_what_is_no_argument_are_not_missed(taken: Callable[..., Any]) -> None:
+    """A loss may read, beside its arguments, what transforms around it derive by."""
+    plan = fs.make_plan({"w": torch.ones(3)}, fs.make_mesh((1,), ("data",)), [(".*", fs.fsdp("data"))])
+    p, x, by = {"w": torch.arange(1.0, 4.0)}, torch.ones(3), torch.tensor(3.0)
+
+    def plain(p: Any, by: Tensor) -> Tensor:
+        return ((p["w"] * by).sin() * x).sum()
+
+    def ours(p: Any, by: Tensor) -> Tensor:
+        found: Tensor = fs.func.sharded_loss(lambda p, x: ((p["w"] * by).sin() * x).sum(), plan)(p, x)
+        return found
+
+    torch.testing.assert_close(taken(ours, p, by), taken(plain, p, by))
+
+
+def test_a_value_that_begins_to_take_part_later_is_told() -> None:
+    plan = fs.make_plan({"w": torch.ones(3)}, fs.make_mesh((1,), ("data",)), [(".*", fs.fsdp("data"))])
+    p, x, held = {"w": torch.ones(3)}, torch.ones(3), [torch.tensor(3.0)]
+    f = fs.func.sharded_loss(lambda p, x: (p["w"] * held[0] * x).sum(), plan)
+
+    def of(p: Any, by: Tensor) -> Any:
+        held[0] = by
+        return f(p, x)
+
+    F.grad(f)(p, x)
+    with pytest.raises(fs.errors.TransformError, match=r"shape \(\) that takes part .* Give it with the batch"):
+        F.grad(of, argnums=(0, 1))(p, torch.tensor(2.0))

@@ -32,8 +32,14 @@ REFUSED = {
 KINDS = {name: kind for name, kind in waits.KINDS.items() if name != "parts" and not name.startswith("alone")}
 """All that are train steps."""
 
+IN_SEGMENTS = (
+    *("collectives", "dropout, 2 ranks", "stochastic rounding, 2 ranks", "layout: opt axes, whole gradients"),
+    *("wire: replicas, all axes", "graphs, 2 ranks", "packed: int4/32", "layout: some whole, default"),
+)
+"""Kinds whose segments are compared."""
 
-def captured(kind: waits.Kind) -> list[RecordedGraph]:
+
+def captured(kind: waits.Kind, graph: str = "step") -> list[RecordedGraph]:
     """Rank 0's captures of the third step of a kind, and of the fifth."""
     real = fs.make_train_step
 
@@ -42,7 +48,7 @@ def captured(kind: waits.Kind) -> list[RecordedGraph]:
         steps: list[Any] = []
 
         def made(*args: Any, schedule: Any = None, **options: Any) -> Any:
-            asked = replace(schedule or fs.Policy(), graph="step")
+            asked = replace(schedule or fs.Policy(), graph=graph)
             steps.append(real(*args, schedule=asked, **options))
             return steps[-1]
 
@@ -76,6 +82,13 @@ def test_two_later_steps_are_equal_but_for_the_dials(name: str) -> None:
         return
     first, second = captured(KINDS[name])
     assert len(first.records) > 10 and differences(first, second) == []
+
+
+@pytest.mark.sample(4)
+@pytest.mark.parametrize("name", IN_SEGMENTS)
+def test_two_later_steps_have_equal_segments(name: str) -> None:
+    first, second = captured(KINDS[name], "segments")
+    assert len(first.cuts) > 4 and differences(first, second) == []
 
 
 def drifting(held: list[float]) -> Any:

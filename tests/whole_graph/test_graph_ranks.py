@@ -3,6 +3,7 @@
 import warnings
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -55,9 +56,9 @@ def differing() -> str:
     return ""
 
 
-def same(pool: Pools, *options: bool) -> list[list[str]]:
+def same(pool: Pools, *options: bool, graph: str = "step") -> list[list[str]]:
     """How each rank ran, whose numbers are those of eager steps."""
-    graphed = pool(2).run(trained, fs.Policy(graph="step"), *options)
+    graphed = pool(2).run(trained, fs.Policy(graph=graph), *options)
     eager = pool(2).run(trained, fs.Policy(), *options)
     for (losses, _, params), (want, _, wanted) in zip(graphed, eager, strict=True):
         assert losses == want and all(torch.equal(a, b) for a, b in zip(params, wanted, strict=True))
@@ -86,15 +87,17 @@ def test_graphs_are_dropped_before_communicators_end(pool: Pools) -> None:
         assert (held, left) == (1, 0) and how.startswith("eager: the step is among the first")
 
 
-def test_a_rank_with_another_batch_lets_all_run_eagerly(pool: Pools) -> None:
-    for number, how in enumerate(same(pool, True)):
+@pytest.mark.parametrize("graph", ["step", "segments"])
+def test_a_rank_with_another_batch_lets_all_run_eagerly(graph: str, pool: Pools) -> None:
+    for number, how in enumerate(same(pool, True, graph=graph)):
         where = "" if number else "rank 1: "
         assert how[6] == f"eager: {where}the step is among the first with this program, batch and state"
         assert how[2] == "captured" and how[3:6] + how[7:] == ["replayed"] * 8
 
 
-def test_a_capture_that_fails_on_a_rank_lets_all_run_eagerly(pool: Pools) -> None:
-    first, second = same(pool, False, True)
+@pytest.mark.parametrize("graph", ["step", "segments"])
+def test_a_capture_that_fails_on_a_rank_lets_all_run_eagerly(graph: str, pool: Pools) -> None:
+    first, second = same(pool, False, True, graph=graph)
     assert first[2] == "eager: rank 1: its capture failed" and "operation not permitted" in second[2]
     assert set(first[3:]) == {first[2]} and set(second[3:]) == {second[2]}
 

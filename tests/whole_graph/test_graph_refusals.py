@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -32,6 +33,14 @@ def test_steps_that_no_graph_holds_are_refused(name: str) -> None:
         mesh, _ = on(fs.make_mesh((1,), ("shard",), device="cpu"))
         with pytest.raises(fs.errors.PlanError, match=why):
             fs.make_train_step(cases.loss, options.pop("opt", fs.optim.adamw(1e-3)), cases.planned(mesh), **options)
+
+
+def test_segments_end_before_updates_beside_compute_do() -> None:
+    plan = cases.planned(fs.abstract_mesh((2,), ("shard",), device="cuda"))
+    for graph, raises in (("segments", True), ("step", False)):
+        policy = fs.Policy(graph=graph, update="beside")
+        with pytest.raises(fs.errors.PlanError, match="does not end with a segment") if raises else nullcontext():
+            fs.make_train_step(cases.loss, fs.optim.adamw(1e-3), plan, schedule=policy)
 
 
 def test_a_mesh_whose_device_captures_nothing_is_named() -> None:
@@ -82,8 +91,8 @@ def test_the_policy_is_printed_parsed_and_hashed_and_gradients_keep_their_memory
     lives = {item: spans for item, spans in graphed.memory.lifetimes.items() if item.startswith("shard:")}
     assert lives and set(lives.values()) == {((0, len(graphed.ops) - 1),)}
     assert graphed.memory.peak_bytes >= plain.memory.peak_bytes
-    with pytest.raises(fs.errors.PlanError, match="graph='segments' is none of 'none', 'step'"):
-        fs.Policy(graph="segments")
+    with pytest.raises(fs.errors.PlanError, match="graph='whole' is none of 'none', 'step', 'segments'"):
+        fs.Policy(graph="whole")
 
 
 @pytest.mark.long

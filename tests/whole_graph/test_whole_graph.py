@@ -2,9 +2,7 @@
 
 import warnings
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import dataclass, field
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,12 +12,13 @@ from torch.nn import functional as F  # noqa: N812
 
 import fshard as fs
 from fshard import tree
-from fshard.runtime.whole_graph.device_capture import CudaCapture
+from fshard.played.transport import VirtualCommunicator
 from tests.device import cases
 from tests.shared.capture_device import capturing
 
 STEPS = 20
-GRAPH = fs.Policy(graph="step")
+POLICIES = {graph: fs.Policy(graph=graph) for graph in ("step", "segments")}
+GRAPH, SEGMENTS = POLICIES.values()
 
 
 def noisy(p: Any, batch: Any) -> tuple[Tensor, dict[str, Any]]:
@@ -70,14 +69,15 @@ class Trace:
 Run = Callable[[fs.Mesh, fs.Policy], Trace]
 
 
-def both(ranks: int, run: Run, device: str = "cpu") -> list[tuple[Trace, Trace]]:
+def both(ranks: int, run: Run, device: str = "cpu", policy: fs.Policy = GRAPH) -> list[tuple[Trace, Trace]]:
     """What each rank comes to, with graphs and without."""
     axes = (ranks,), ("shard",)
 
     def rank() -> tuple[Trace, Trace]:
         mesh, captured = on(fs.make_mesh(*axes))
-        graphed = run(mesh, GRAPH)
+        graphed = run(mesh, policy)
         graphed.graphs = len(captured.graphs)
+        assert all([bool(graph.cuts) is (policy is SEGMENTS and ranks > 1) for graph in captured.graphs])
         return graphed, run(mesh, fs.Policy())
 
     with capturing() as on:
@@ -121,11 +121,11 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.sample(3)
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.sample(4)
+@pytest.mark.parametrize(("policy", "ranks"), [(GRAPH, 1), (GRAPH, 2), (SEGMENTS, 2)], ids=["one", "step", "segments"])
 @pytest.mark.parametrize("case", CASES)
-def test_replays_have_the_bits_of_eager_steps(case: str, ranks: int) -> None:
-    for graphed, eager in both(ranks, lambda mesh, policy: trained(mesh, policy, **CASES[case])):
+def test_replays_have_the_bits_of_eager_steps(case: str, policy: fs.Policy, ranks: int) -> None:
+    for graphed, eager in both(ranks, lambda mesh, policy: trained(mesh, policy, **CASES[case]), policy=policy):
         graphed.same(eager)
         first = 2 + (case == "stochastic rounding")
         assert graphed.graphs == 1 and graphed.how.count("replayed") == STEPS - 1 - first
@@ -133,15 +133,16 @@ def test_replays_have_the_bits_of_eager_steps(case: str, ranks: int) -> None:
     assert any(graphed.skipped) == (case == "skips")
 
 
+@pytest.mark.parametrize("policy", [GRAPH, SEGMENTS], ids=["step", "segments"])
 @pytest.mark.parametrize("options", [{}, {"accumulate": 2}, {"remat": "all", "clip_norm": 0.1}], ids=str)
-def test_the_footprint_knows_what_a_graph_holds(options: dict[str, Any]) -> None:
+def test_the_footprint_knows_what_a_graph_holds(options: dict[str, Any], policy: fs.Policy) -> None:
     """The most that its pool gives at once, up to what pads items to 256 bytes, and the copy of the batch."""
 
     def rank() -> tuple[Any, int, int]:
         mesh, device = on(fs.make_mesh((2,), ("shard",)))
         plan, opt = cases.planned(mesh), fs.optim.sgd(2.0**-6)
         state = fs.init_state(plan, opt, params=cases.params())
-        step = fs.make_train_step(cases.loss, opt, plan, schedule=GRAPH, **options)
+        step = fs.make_train_step(cases.loss, opt, plan, schedule=policy, **options)
         batch = tree.map(lambda x: x.repeat(16, 1), cases.batch(0, mesh))
         for _ in range(4):
             state, _ = step(state, batch)
@@ -195,6 +196,63 @@ def test_batches_of_two_shapes_have_a_graph_each() -> None:
     ((graphed, eager),) = both(1, run)
     graphed.same(eager)
     assert graphed.graphs == 2 and graphed.how[6:] == ["replayed"] * 6
+
+
+@dataclass(frozen=True)
+class Unplugged:
+    """The handle of a collective whose wait fails."""
+
+    handle: Any
+
+    def wait(self) -> None:
+        """Wait until all ranks have made it, and fail."""
+        self.handle.wait()
+        raise fs.errors.CommError("the cable is out")
+
+
+def lost(at: int, policy: fs.Policy) -> list[tuple[int, list[Tensor]]]:
+    """What each rank's state is after a step in which the wait for a collective, by its number, fails on all ranks.
+
+    Returns:
+        By rank, how many groups still wait for their update then, and the state with all of it applied.
+    """
+    left: dict[int, int] = {}
+    real = VirtualCommunicator._arrive
+
+    def arrive(self: VirtualCommunicator, *args: Any) -> Any:
+        handle = real(self, *args)
+        if self.rank not in left or self.role.startswith("control"):
+            return handle
+        left[self.rank] -= 1
+        return Unplugged(handle) if left[self.rank] < 0 else handle
+
+    def rank() -> tuple[int, list[Tensor]]:
+        mesh, _ = on(fs.make_mesh((2,), ("shard",)))
+        plan, opt = cases.planned(mesh), fs.optim.adamw(2.0**-6)
+        state = fs.init_state(plan, opt, params=cases.params())
+        step = fs.make_train_step(cases.loss, opt, plan, schedule=policy)
+        for number in range(4):
+            state, metrics = step(state, cases.batch(number, mesh))
+        assert metrics.ran.graph == ("replayed" if policy is SEGMENTS else "")
+        left[mesh.rank] = at
+        with pytest.raises(fs.errors.CommError, match=r"^op \d+ of \d+, 'wait \w+ \w+' \(unit .*\): the cable is out"):
+            step(state, cases.batch(4, mesh))
+        waiting = len(state.memory.pending.waiting)  # type: ignore[union-attr]
+        settled = fs.settle(state)
+        return waiting, [leaf.clone() for leaf in tree.leaves((settled.params, settled.opt_state))]
+
+    with capturing() as on, pytest.MonkeyPatch.context() as change:
+        change.setattr(VirtualCommunicator, "_arrive", arrive)
+        return fs.virtual_mesh((2,), ("shard",), device="cpu").run(rank)
+
+
+@pytest.mark.parametrize("at", [0, 2, 6])
+def test_a_transfer_that_fails_between_segments_leaves_the_state_of_an_eager_step(at: int) -> None:
+    """Groups whose update was in a segment that has run are updated, and no others: none is twice."""
+    found = lost(at, SEGMENTS)
+    for (_, state), (_, eager) in zip(found, lost(at, fs.Policy()), strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(state, eager, strict=True))
+    assert at or any(0 < waiting < 4 for waiting, _ in found)
 
 
 @pytest.mark.parametrize("at", [pytest.param(0, marks=pytest.mark.slow), 5, pytest.param(60, marks=pytest.mark.slow)])
@@ -291,52 +349,3 @@ def test_graphs_of_cuda_have_the_bits_of_eager_steps(case: str) -> None:
     graphed, eager = [trained(mesh, policy, **CASES[case]) for policy in (GRAPH, fs.Policy())]
     graphed.same(eager)
     assert graphed.how[2:] == ["captured"] + ["replayed"] * (STEPS - 3)
-
-
-class EndError(Exception):
-    """What the end of a capture raises that has failed."""
-
-
-class FakeCuda:
-    """What ``CudaCapture`` calls of ``torch.cuda``. The end of a capture that failed raises, and its stream stays."""
-
-    current = "user"
-
-    def __init__(self, *args: Any, **options: Any) -> None:
-        self.stream = args[2] if len(args) > 2 else args[0] if args else None
-
-    def __enter__(self) -> None:
-        self.before, FakeCuda.current = FakeCuda.current, self.stream
-
-    def __exit__(self, kind: Any, *rest: Any) -> None:
-        if kind is not None:
-            raise EndError
-        FakeCuda.current = self.before
-
-
-class FakeStream(FakeCuda):
-    """``torch.cuda.stream``, which always puts the stream back."""
-
-    def __exit__(self, *args: Any) -> None:
-        FakeCuda.current = self.before
-
-
-def test_a_capture_that_fails_gives_its_stream_back_and_tells_the_first_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    change = monkeypatch.setattr
-    change(torch.cuda, "device", lambda device: nullcontext())
-    change(torch.cuda, "current_stream", lambda device: FakeCuda.current)
-    change(torch.cuda, "stream", FakeStream)
-    change(torch.cuda, "Stream", lambda device: "side")
-    change(torch.cuda, "graph_pool_handle", lambda: 1)
-    change(torch.cuda, "CUDAGraph", lambda: SimpleNamespace(replay="replay"))
-    change(torch.cuda, "graph", FakeCuda)
-    capture = CudaCapture(torch.device("cuda", 0))
-
-    def fails() -> None:
-        assert FakeCuda.current == "side"
-        raise ValueError("not permitted")
-
-    with pytest.raises(ValueError, match="not permitted"):
-        capture.capture(fails)
-    assert FakeCuda.current == "user"
-    assert capture.capture(lambda: FakeCuda.current) == ("replay", "side") and FakeCuda.current == "user"

@@ -2,6 +2,7 @@
 
 from fshard.errors import no_processes
 from fshard.runtime.comm.communicator import Communicator, SingleRank, SingleRankTransport, Transport
+from fshard.runtime.comm.host_calls import issued
 from fshard.schedule.infos import communicators
 from fshard.schedule.transfers import KINDS
 from fshard.sharding.mesh import Axes, Mesh
@@ -55,7 +56,7 @@ class Communicators:
         """The communicator of a kind of transfer over some axes."""
         if self.plan.mesh.axis_size(axes) == 1:
             return SingleRank()
-        return self.made[KINDS[kind].role, axes]
+        return issued(self.made[KINDS[kind].role, axes])
 
 
 def _transport_of(mesh: Mesh) -> Transport | None:

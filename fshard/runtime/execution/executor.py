@@ -73,6 +73,13 @@ class Scheduled:
         at = done[-1] if done else min(self.cursor, len(self.ops) - 1)
         return f"op {at} of {len(self.ops)}, '{self.ops[at]}'"
 
+    def under_way(self) -> str:
+        """The op that communicates now, with its unit and leaves, before what has failed; empty if none does."""
+        op = self.ops[self.cursor]
+        if len(self.times) == len(self.record):
+            return ""
+        return f"op {self.cursor} of {len(self.ops)}, '{op}'{self.actions.where(op.target)}: "
+
     def begin_microbatch(self, index: int) -> None:
         """A microbatch begins."""
         self.microbatch = index
@@ -144,8 +151,7 @@ class Scheduled:
             found = run()
         except CommError as error:
             self.lost = True
-            where = self.actions.where(op.target)
-            raise CommError(f"op {self.cursor} of {len(self.ops)}, '{op}'{where}: {error}") from error
+            raise CommError(f"{self.under_way()}{error}") from error
         except BaseException:
             self.times.pop()  # the op is issued once more
             raise

@@ -1,6 +1,6 @@
 """The optimizer update that waits for the next forward to hide behind."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
@@ -313,11 +313,20 @@ class Update:
         if self.pending is not None:
             self.pending.finish(self.shards)
 
-    def made(self) -> None:
-        """Note that a graph has made the update, and gathered what other ranks have updated."""
-        if isinstance(self.pending, PendingUpdate):
-            self.pending.waiting.clear()
-        self.stale.clear()
+    def made(self, left: tuple[Collection[int], Collection[int]] | None, why: str = "") -> None:
+        """Note what a graph has done of the update.
+
+        Args:
+            left: the groups that still wait, and those that lack what other ranks have updated; None if nobody knows.
+            why: the reason for which nobody does.
+        """
+        waiting = self.pending.waiting if isinstance(self.pending, PendingUpdate) else {}
+        if left is not None:
+            for held, groups in zip((waiting, self.stale), left, strict=True):
+                for group in [group for group in held if group not in groups]:
+                    del held[group]
+        elif waiting and self.pending is not None:
+            self.pending.refuse(why)
 
     def stop(self) -> None:
         """Update nothing more. What was updated is still sent: other ranks wait for it."""

@@ -10,6 +10,7 @@ from torch import Tensor
 from fshard import tree
 from fshard.errors import TransformError
 from fshard.model.changed_buffers import Watch
+from fshard.model.exact import Exact
 from fshard.model.float8 import rows_of
 from fshard.model.remat_function import autocast_state
 from fshard.model.unit import Unit
@@ -286,6 +287,7 @@ def _settings() -> Key:
     """The settings of torch that decide which ops a function dispatches to."""
     return (
         torch.get_default_dtype(),
+        function_modes(),
         sdp_flash(),
         sdp_mem_efficient(),
         sdp_math(),
@@ -303,6 +305,6 @@ def _observer() -> str:
     if dispatch_modes() > 0:
         return "it is called under a TorchDispatchMode"
     if function_modes() > 0:
-        modes = [mode for mode in _modes() if not isinstance(mode, Watch)]
+        modes = [mode for mode in _modes() if not isinstance(mode, (Watch, Exact))]
         return f"it is called under a TorchFunctionMode: {type(modes[0]).__name__}" if modes else ""
     return ""

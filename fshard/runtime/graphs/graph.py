@@ -11,21 +11,21 @@ from torch import Tensor
 from fshard.runtime.graphs.emit import GraphCode, PartedCode
 from fshard.runtime.graphs.partition import Halves, cut
 from fshard.runtime.graphs.trace_unit import GraphResult, Joint, Place, Source, Tangents, UntraceableUnit, trace
-from fshard.torch_internals import BelowAutograd, DisableAutocast, any_autocast
+from fshard.torch_internals import BelowAutograd, DisableAutocast, DisableTorchFunction, any_autocast, function_modes
 
 Compiler = Callable[[Halves, Sequence[int], Sequence[str] | None], GraphCode]
 """Makes code of a graph: ``(graph, numbers of the leaves with gradients, names of what the forward saves)``."""
 
 
 @contextmanager
-def _below_autocast() -> Iterator[None]:
-    with BelowAutograd(), DisableAutocast():
+def _below_all() -> Iterator[None]:
+    with BelowAutograd(), DisableAutocast(), DisableTorchFunction():
         yield
 
 
 def kernels_only() -> Any:
-    """The context in which a graph's ops run: below autograd and below autocast, whose casts the graph holds."""
-    return _below_autocast() if any_autocast() else BelowAutograd()
+    """The context in which a graph's ops run: below autograd, autocast and function modes, whose work it holds."""
+    return _below_all() if any_autocast() or function_modes() else BelowAutograd()
 
 
 @dataclass(frozen=True, eq=False)

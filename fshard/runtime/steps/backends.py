@@ -12,23 +12,28 @@ if TYPE_CHECKING:
 BACKENDS = ("fx", "inductor")
 
 
-def make_cache(backend: str | None) -> "Cache | None":
-    """The graphs of a backend, of which there are none yet; None without a backend.
+def check_backend(backend: str | None) -> None:
+    """Refuse what no backend is.
 
     Raises:
         PlanError: there is no such backend, or it does not work here.
     """
+    if backend is not None and backend not in BACKENDS:
+        raise PlanError(f"compile={backend!r} must be None, 'fx' or 'inductor'")
+    if backend == "inductor":
+        _check_compiler()
+
+
+def make_cache(backend: str | None) -> "Cache | None":
+    """The graphs of a backend that was checked, of which there are none yet; None without a backend."""
     if backend is None:
         return None
-    if backend not in BACKENDS:
-        raise PlanError(f"compile={backend!r} must be None, 'fx' or 'inductor'")
     # Tracing needs modules of torch that take long to import.
     from fshard.runtime.graphs.cache import Cache
     from fshard.runtime.graphs.emit import emit
 
     if backend == "fx":
         return Cache(emit)
-    _check_compiler()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # Inductor's own imports use what torch deprecates
         from fshard.runtime.graphs.inductor import compile_halves

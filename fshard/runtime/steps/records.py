@@ -138,7 +138,7 @@ class Latest:
         times: when each of them began, and when the last one was over.
         prepared: the program that ran.
         apart: the reason why a step function ran part by part; empty if it did not.
-        graph: with ``Policy(graph="step")`` how it ran: "replayed", "captured", or "eager" and the reason.
+        graph: with ``Policy(graph=)`` how it ran: "replayed", "captured", or "eager" and the reason.
     """
 
     schedule: Schedule | None = None

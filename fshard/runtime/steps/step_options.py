@@ -15,6 +15,7 @@ from fshard.optim.scaling import LossScale
 from fshard.runtime.comm.device_streams import ComputeOrder
 from fshard.runtime.engine.buckets import Buckets
 from fshard.runtime.engine.remat_rules import NO_REMAT, Remat, read_remat
+from fshard.runtime.steps.backends import check_backend
 from fshard.runtime.steps.clip import Clip
 from fshard.schedule.auto import Auto
 from fshard.schedule.policy import Policy
@@ -34,7 +35,7 @@ class RunOptions:
     @property
     def graph(self) -> bool:
         """Tell whether steps are captured and replayed."""
-        return isinstance(self.policy, Policy) and self.policy.graph == "step"
+        return isinstance(self.policy, Policy) and self.policy.graph != "none"
 
     def debugged(self, debug: bool) -> "RunOptions":
         """The same, in debug mode also where this says so."""
@@ -60,7 +61,7 @@ def read_running(
     Args:
         schedule: a policy, what chooses one, ``"auto"``, or None for the default policy.
         debug: True or False.
-        compile: the backend, which ``make_cache`` knows.
+        compile: the backend.
         remat: what ``read_remat`` reads.
         updates: whether there are updates, which may happen in the backward.
         buckets: the sizes to which batches are padded; None for none.
@@ -68,6 +69,7 @@ def read_running(
     Raises:
         PlanError: an invalid option.
     """
+    check_backend(compile)
     policy = Policy() if schedule is None else Auto() if schedule == "auto" else schedule
     if not isinstance(policy, Policy | Auto):
         raise PlanError(f"schedule={schedule!r} must be fs.Policy(...), 'auto' or fs.Auto(...)")

@@ -1,13 +1,16 @@
 """Capturing what a function issues on a device, and what no capture can hold."""
 
 import sys
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterable
+from contextlib import suppress
 from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
 from fshard import tree
+from fshard.runtime.comm.host_calls import Cut, HostCall
 from fshard.torch_internals import TorchDispatchMode
 
 T = TypeVar("T")
@@ -24,8 +27,11 @@ OUTSIDE = ("fshard.runtime.steps.passes", "fshard.runtime.steps.runner")
 class Capture(Protocol):
     """A device whose work can be captured."""
 
-    def capture(self, run: Callable[[], T]) -> tuple[Replay, T]:
+    def capture(self, run: Callable[[Cut], T]) -> tuple[Replay, T]:
         """Call a function, whose work on the device is captured and not done.
+
+        Args:
+            run: is given what cuts the capture in two segments, between which the host makes a call in each replay.
 
         Returns:
             A function that does this work, and what the function has returned: tensors whose values each replay makes.
@@ -33,30 +39,59 @@ class Capture(Protocol):
 
 
 class CudaCapture:
-    """Captures CUDA graphs, whose memory is one pool. It was not run on a GPU."""
+    """Captures CUDA graphs, one a segment, whose memory is one pool. It was not run on a GPU.
+
+    Memory that a segment frees goes to later ones: they are replayed in the order of their capture.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.pool: Any = None
         self.stream: Any = None
 
-    def capture(self, run: Callable[[], T]) -> tuple[Replay, T]:
-        """See ``Capture.capture``. Threads of NCCL may ask for events meanwhile."""
-        failures: list[BaseException] = []
-        with torch.cuda.device(self.device), torch.cuda.stream(torch.cuda.current_stream(self.device)):
+    def capture(self, run: Callable[[Cut], T]) -> tuple[Replay, T]:
+        """See ``Capture.capture``."""
+        graphs, calls = list[Any](), list[Callable[[], object]]()
+
+        def cut(call: HostCall) -> None:
+            _end(graphs[-1])
+            calls.extend((graphs[-1].replay, call.run))
+            graphs.append(self._begun())
+
+        with torch.cuda.device(self.device):
             if self.stream is None:
                 self.pool, self.stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
-            graph = torch.cuda.CUDAGraph()
-            try:
-                with torch.cuda.graph(graph, self.pool, self.stream, capture_error_mode="thread_local"):
-                    try:
-                        result = run()
-                    except BaseException as error:
-                        failures.append(error)
-                        raise
-            except BaseException as error:  # the end of a capture that has failed raises, and leaves its stream current
-                raise (failures[0] if failures else error) from None
-        return graph.replay, result
+            torch.cuda.synchronize()
+            torch.cuda.empty_cache()  # the pool takes memory of its own
+            with torch.cuda.stream(self.stream):
+                graphs.append(self._begun())
+                try:
+                    result = run(cut)
+                except BaseException:
+                    with suppress(RuntimeError):  # of a capture that has failed already
+                        _end(graphs[-1])
+                    raise
+                _end(graphs[-1])
+        calls.append(graphs[-1].replay)
+        return lambda: _call_all(calls), result
+
+    def _begun(self) -> Any:
+        """A graph that captures the current stream. Threads of NCCL may ask for events meanwhile."""
+        graph = torch.cuda.CUDAGraph()
+        graph.capture_begin(self.pool, capture_error_mode="thread_local")
+        return graph
+
+
+def _end(graph: Any) -> None:
+    """End a segment, which may have no work, as between two waits."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="The CUDA Graph is empty")
+        graph.capture_end()
+
+
+def _call_all(calls: Iterable[Callable[[], object]]) -> None:
+    for call in calls:
+        call()
 
 
 def capture_of(device: torch.device) -> Capture | None:

@@ -12,7 +12,7 @@ CAPTURABLE = ("adamw", "sgd")
 """Optimizers that read their rate and the number of the update from device memory."""
 
 
-def graph_problems(plan: Plan, opt: Optimizer, options: Options, capture: Capture | None) -> Iterator[str]:
+def graph_problems(plan: Plan, opt: Optimizer, options: Options, capture: Capture | None, mode: str) -> Iterator[str]:
     """Say why no step of these options can be captured.
 
     Args:
@@ -20,12 +20,16 @@ def graph_problems(plan: Plan, opt: Optimizer, options: Options, capture: Captur
         opt: the optimizer.
         options: of the step.
         capture: what captures the work of the mesh's device; None if nothing does.
+        mode: ``Policy(graph=)``.
     """
-    asked, device, running = "Policy(graph='step')", plan.mesh.device, options.running
+    device, running = plan.mesh.device, options.running
+    asked = f"Policy(graph={mode!r})"
     if capture is None:
         yield f"{asked} captures CUDA graphs, and the mesh is on device {str(device)!r}: leave graph= out"
     if plan.stages is not None:
         yield f"{asked}: the host steers what the stages of a pipeline send: leave graph= or stages= out"
+    if mode == "segments" and running.policy.update == "beside":
+        yield f"{asked}: an update beside compute does not end with a segment: use update='deferred' or graph='step'"
     if running.policy.update == "in_backward":
         yield f"{asked} needs update='deferred': a graph begins with the update of the step before"
     if not vars(type(opt)).get("capturable", False):

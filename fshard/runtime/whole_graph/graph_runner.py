@@ -3,7 +3,8 @@
 A graph is all that a step does on its device: the update of the step before, forward and backward with their transfers,
 and the norms of gradients. Between two graphs the host reads one row of numbers, exchanges it, and decides. What
 changes from step to step is in device memory that does not move: the batch, the dials, and seeds of generators. All
-else has the address at which it was captured.
+else has the address at which it was captured. With ``Policy(graph="segments")`` the graph is cut where a collective
+begins and where it is waited for, and the host does both.
 
 A capture does nothing on the device. So one that fails on any rank leaves no trace there, and all ranks run the step
 eagerly.
@@ -21,6 +22,7 @@ import torch
 
 from fshard.errors import CommError
 from fshard.runtime.comm import exchange
+from fshard.runtime.comm.host_calls import Cut, HostCall, cutting
 from fshard.runtime.execution import PendingUpdate, Update, rounded_groups
 from fshard.runtime.execution.executor import Scheduled
 from fshard.runtime.graphs.surroundings import Surroundings, recorded
@@ -60,15 +62,16 @@ class GraphRunner(Runner):
         programs: the programs.
         rules: the number of clipping rules.
         capture: captures the work of the device.
+        mode: "step", or "segments" to leave collectives to the host.
 
     Attributes:
         held: the graphs, and programs that are to become some.
         refusal: why this rank captures nothing more; empty if it does.
     """
 
-    def __init__(self, fn: Callable[..., Any], programs: Programs, rules: int, capture: Capture) -> None:
+    def __init__(self, fn: Callable[..., Any], programs: Programs, rules: int, capture: Capture, mode: str) -> None:
         super().__init__(fn, programs)
-        self.capture, self.rules = capture, rules
+        self.capture, self.rules, self.mode = capture, rules, mode
         self.warm = WARM + bool(rounded_groups(programs.plan))  # the first update makes tables for rounding
         self.held: list[StepGraph] = []
         self.refusal = ""
@@ -180,7 +183,7 @@ class GraphRunner(Runner):
         """Capture nothing more."""
         self.refusal = why
         self.held.clear()
-        warnings.warn(f"Policy(graph='step'): steps run eagerly from now on, since {why}", stacklevel=6)
+        warnings.warn(f"Policy(graph={self.mode!r}): steps run eagerly from now on, since {why}", stacklevel=6)
 
     def _after_failure(self, agreed: Agreed, failure: str) -> ProgramRun:
         """Run a step eagerly whose capture has failed on some rank."""
@@ -232,10 +235,11 @@ class GraphRunner(Runner):
         inside, executor = replace(agreed, ready=ready), ready.executor
         assert isinstance(executor, Scheduled)
 
-        def body() -> tuple[PassResult, tuple[RuleNorms, Sequence[RuleNorms]]]:
+        def body(cut: Cut) -> tuple[PassResult, tuple[RuleNorms, Sequence[RuleNorms]]]:
             self.dials.begin()
-            measured = self._program(inside)
-            executor.finish()
+            with cutting(self._hosted(graph, inside, cut)) if self.mode == "segments" else nullcontext():
+                measured = self._program(inside)
+                executor.finish()
             return measured, self._norms(ready)
 
         if (cuts := getattr(self._meetings.transport, "cuts", None)) is not None:
@@ -245,6 +249,29 @@ class GraphRunner(Runner):
         graph.record = tuple(executor.record)
         own = {code: space for code, space in reads.codes.items() if "__name__" in space}  # and none that was generated
         graph.surroundings = Surroundings(self.finder.fn, replace(reads, codes=own))
+
+    def _hosted(self, graph: StepGraph, inside: Agreed, cut: Cut) -> Cut:
+        """Cuts a capture so that a call of the host that fails says at which op, and what was not updated by then."""
+        update, executor = inside.ready.request.update, inside.ready.executor
+        assert update is not None and isinstance(update.pending, PendingUpdate) and isinstance(executor, Scheduled)
+        waiting, stale = update.pending.waiting, update.stale
+
+        def noted(call: HostCall) -> None:
+            place, left = executor.under_way(), (tuple(waiting), tuple(stale))
+            made = call.run  # and not the call: it holds memory that others may have after it
+
+            def run() -> None:
+                try:
+                    made()
+                except BaseException as error:
+                    graph.left = left
+                    if isinstance(error, CommError):
+                        raise CommError(f"{place}{error}") from error
+                    raise
+
+            cut(replace(call, run=run))
+
+        return noted
 
     def _inside(self, graph: StepGraph, agreed: Agreed) -> Ready:
         """The step as it is captured: with numbers from the dials, on the graph's own batch."""
@@ -272,9 +299,14 @@ class GraphRunner(Runner):
         replay = graph.replay
         if replay is None:
             raise CommError("the step's graph was dropped by another thread, with the communicators that it calls")
-        with given.randomness():
-            replay()
-        given.update.made()
+        graph.left = None
+        try:
+            with given.randomness():
+                replay()
+        except BaseException as error:
+            given.update.made(graph.left, f"a replay of its graph has failed: {error}")
+            raise
+        given.update.made(((), ()))
         torch.autograd.graph.increment_version(given.shards.tensors(range(len(given.shards))))
         executor.record += graph.record
         executor.times += [executor.times[-1]] * len(graph.record)

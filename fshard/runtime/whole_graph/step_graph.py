@@ -1,6 +1,6 @@
 """The graph of one program on the memory of one state, and why a step runs without one."""
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Collection, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 from weakref import ref
@@ -62,6 +62,7 @@ class StepGraph:
         record: the ops that it does.
         surroundings: the values that the Python of the loss function has read.
         rounding: that of its update: tables on the device depend on its seed.
+        left: after a replay that has failed, the groups that it has left, see ``Update.made``; None if nobody knows.
     """
 
     key: Hashable
@@ -76,6 +77,7 @@ class StepGraph:
     record: Sequence[Op] = ()
     surroundings: Surroundings | None = None
     rounding: Rounding | None = None
+    left: tuple[Collection[int], Collection[int]] | None = None
 
     def fits(self, key: Hashable, prepared: Prepared, shards: Shards) -> bool:
         """Tell whether it is for this program and this memory."""
