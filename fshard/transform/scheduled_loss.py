@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 
 from fshard import tree
 from fshard.collectives.ranks import Ranks
-from fshard.errors import TransformError
+from fshard.errors import ScheduleError
 from fshard.runtime.comm import collective_call
 from fshard.runtime.engine.proxies import Proxy
 from fshard.runtime.steps import scalar, widened
@@ -185,7 +185,7 @@ class ArgumentsAlone(TorchFunctionMode):
         traced = dispatch_mode(DispatchModeKey.FAKE) is not None
         for x in tree.leaves((args, kwargs)):
             if isinstance(x, Tensor) and (self._in_trace(x) if traced else _of_left(x)):
-                raise TransformError(
+                raise ScheduleError(
                     f"the loss reads a tensor of shape {tuple(x.shape)} that takes part in derivatives and is no "
                     "argument of it: a schedule has no derivative by that. Give it with the batch"
                 )
