@@ -240,7 +240,8 @@ class DualUnits(TransformedUnits):
         args, kwargs = tree.unflatten(spec, [inputs[i][0] if i in inputs else x for i, x in enumerate(leaves)])
         trained = tuple([bool(along) for _, along in held])
         if (made := self.known.get((unit, trained))) is None:
-            made = self.known[unit, trained] = Unit(unit.name, _dual(unit.fn, trained, self.recorded))
+            function = traced_as(functools.partial(dual_function, unit.fn, trained, self.recorded), unit.fn)
+            made = self.known[unit, trained] = Unit(unit.name, function)
         at = tree.unflatten(tree.flatten(params)[1], [one for one, _ in held])
         params = {"at": at, "along": [along[0] for _, along in held if along]}
         with below_transforms(self.depth - 1):
@@ -250,11 +251,10 @@ class DualUnits(TransformedUnits):
         return joined(structure, [make_dual(*pair) for pair in pairs], others)
 
 
-def _dual(fn: Any, *options: Any) -> Callable[..., Any]:
-    """The function of a unit's primals and tangents, with what a compiler asks of the unit's own."""
-    made = functools.partial(dual_function, fn, *options)
+def traced_as(made: functools.partial[Any], fn: Any) -> Callable[..., Any]:
+    """A function of a unit's own and of options, with what a compiler asks of a unit's."""
     if hasattr(fn, "kind"):
-        vars(made).update(kind=lambda: (dual_function, fn.kind(), *options), tables=fn.tables)
+        vars(made).update(kind=lambda: (made.func, fn.kind(), *made.args[1:]), tables=fn.tables)
     return functools.update_wrapper(made, fn, ("__name__",), ())
 
 
