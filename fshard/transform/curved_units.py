@@ -25,6 +25,7 @@ from fshard.transform.dual_units import (
     parted,
     refuse_views,
     traced_as,
+    unmoved,
 )
 
 Maybe = Tensor | None
@@ -37,7 +38,7 @@ def curved_function(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     tangents: list[tuple[Maybe, Maybe]],
-) -> tuple[Any, Sequence[Tensor], Sequence[Tensor]]:
+) -> tuple[Any, Sequence[Maybe], Sequence[Maybe]]:
     """A unit's result, and the first and second derivatives of the tensors in it, with a row for each sample.
 
     Args:
@@ -55,6 +56,9 @@ def curved_function(
     both = [*[(next(stacked) if one else None, None) for one in trained], *tangents]
     places = [i for i, x in enumerate(leaves) if isinstance(x, Tensor)]
     moved = {i: t for i, t in zip(places, both, strict=True) if t[0] is not None}
+    if not moved:
+        result, none = unmoved(fn, len(trained), tree.unflatten(spec, leaves))
+        return result, none, none
     again = [i for i, (_, second) in moved.items() if second is not None]
     structure: list[Any] = []
 
@@ -138,7 +142,9 @@ class CurvedUnits(TransformedUnits):
         with below_transforms(self.depth - 1):
             value, first = forward_parts(inner, self.depth - 1)
             second = None if moved is None else forward_parts(moved, self.depth - 1)[1]
-        return value, *[None if t is None else self._rows(t) for t in (first, second)]
+        with below_transforms():
+            rows = [None if t is None else self._rows(t) for t in (first, second)]
+        return value, rows[0], rows[1]
 
     def _rows(self, x: Tensor) -> Tensor:
         """A derivative with a row for each sample."""

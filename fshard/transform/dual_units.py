@@ -40,8 +40,8 @@ def dual_function(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     tangents: list[Tensor | None],
-) -> tuple[Any, Sequence[Tensor]]:
-    """A unit's result, and the tangents of the tensors in it that have some, in their order.
+) -> tuple[Any, Sequence[Tensor | None]]:
+    """A unit's result, and the tangents of the tensors in it that may have some, in their order.
 
     Args:
         fn: the unit's function.
@@ -58,6 +58,8 @@ def dual_function(
     along = [*[next(given) if one else None for one in trained], *tangents]
     places = [i for i, x in enumerate(leaves) if isinstance(x, Tensor)]
     moved = {i: t for i, t in zip(places, along, strict=True) if t is not None}
+    if not moved:
+        return unmoved(fn, len(trained), tree.unflatten(spec, leaves))
     structure: list[Any] = []
 
     def of(*moving: Tensor) -> tuple[list[Tensor], list[Tensor]]:
@@ -72,6 +74,15 @@ def dual_function(
     found, ahead, others = jvp(of, tuple([leaves[i] for i in moved]), tuple(moved.values()), has_aux=True)  # type: ignore[misc]
     refuse_views(getattr(fn, "__name__", "unit"), found, leaves[: len(trained)])
     return joined(structure[0], found, others), _lasting(ahead, along[: len(trained)], recorded)
+
+
+def unmoved(fn: Callable[..., Any], count: int, given: Any) -> tuple[Any, list[None]]:
+    """The result of a unit of so many leaves, nothing of which moves, and no tangents."""
+    params, args, kwargs = given
+    result = fn(params, *args, **kwargs)
+    found = parted(result)[1]
+    refuse_views(getattr(fn, "__name__", "unit"), found, tree.leaves(given)[:count])
+    return result, [None] * len(found)
 
 
 def _lasting(tangents: Sequence[Tensor], directions: Sequence[Tensor | None], recorded: bool) -> list[Tensor]:
@@ -247,8 +258,8 @@ class DualUnits(TransformedUnits):
         with below_transforms(self.depth - 1):
             result, along = engine.call(made, params, (args, kwargs, [t for _, t in inputs.values()]), {})
             structure, found, others = parted(result)
-            pairs = [(alone(x), alone(t)) for x, t in zip(found, along, strict=True)]
-        return joined(structure, [make_dual(*pair) for pair in pairs], others)
+            pairs = [(alone(x), None if t is None else alone(t)) for x, t in zip(found, along, strict=True)]
+        return joined(structure, [x if t is None else make_dual(x, t) for x, t in pairs], others)
 
 
 def traced_as(made: functools.partial[Any], fn: Any) -> Callable[..., Any]:
