@@ -11,7 +11,7 @@ from fshard.transform.linearized import linearize
 from fshard.transform.optimizer import differentiable
 from fshard.transform.products import hvp
 from fshard.transform.samples import clipped_grad, per_sample_grad
-from fshard.transform.sharded_loss import sharded_loss
+from fshard.transform.scheduled_loss import sharded_loss
 from fshard.transform.trace_samples import hessian_trace_samples
 
 __all__ = [

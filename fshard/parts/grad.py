@@ -41,6 +41,7 @@ from fshard.state.train_state import TrainState
 from fshard.training.latest import OneFunction
 from fshard.training.metrics import combine_aux
 from fshard.transform.active_transforms import under_way
+from fshard.transform.scheduled_loss import ScheduledLoss
 from fshard.transform.shard_chunks import chunks_of
 from fshard.transform.sharded_loss import LossFn, ShardedLoss
 from fshard.transform.tree_vectors import split_trainable, zero_filled
@@ -254,7 +255,7 @@ def value_and_grad(
         raise PlanError(f"accumulate={accumulate!r} must be an int >= 1")
     policy = running.policy
     resharded = isinstance(policy, Auto) or policy.reshard is not False
-    loss = ShardedLoss(loss_fn, plan, has_aux, resharded, debug)
+    loss = ScheduledLoss(loss_fn, plan, has_aux, resharded, debug)
     refuse_feedback(plan, "value_and_grad")
     return ValueAndGrad(loss, only, accumulate, running, loss_scale)
 

@@ -1,6 +1,6 @@
 """The transforms that are under way at a call: those of ``torch.func``, and plain autograd."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -29,6 +29,23 @@ def under_way(tensors: list[Tensor]) -> bool:
     level = forward_ad_level()
     unpack: Any = torch.autograd.forward_ad.unpack_dual
     return level >= 0 and any(unpack(tensor).tangent is not None for tensor in tensors)
+
+
+def derivatives_of(taking: Sequence[Tensor], others: Sequence[Any]) -> tuple[str, ...]:
+    """The transforms around a call, the outermost first, if each is taken by all of some tensors and by no others.
+
+    Returns:
+        Their names; none where there is none, or one is taken by other values.
+    """
+    stack = functorch.get_interpreter_stack() or ()
+    numbers = {int(level.level()) for level in stack}
+    if (
+        not taking
+        or any(levels(x) != numbers for x in taking)
+        or any(levels(x) for x in others if isinstance(x, Tensor))
+    ):
+        return ()
+    return tuple(map(_name, stack))
 
 
 def transforms_text(params: Any, batch: Any) -> str:

@@ -137,7 +137,7 @@ class Resharding:
     """
 
     def __init__(
-        self, plan: Plan, flat: Mapping[str, Tensor], handshake: Callable[[str], None], versions: Versions
+        self, plan: Plan, flat: Mapping[str, Tensor], handshake: Callable[[str], object], versions: Versions
     ) -> None:
         self.plan, self.flat, self.handshake, self.versions = plan, flat, handshake, versions
         self.places = plan.places()

@@ -28,7 +28,7 @@ from fshard.transform.linearized import LinearMap, keeps, met, own_storage, plai
 from fshard.transform.meeting import meeting
 from fshard.transform.product_modes import Flat, ProductModes, direction_of
 from fshard.transform.scheduled_function import MayBeScheduled, ScheduledFunction, Schedules, check_arguments
-from fshard.transform.sharded_loss import GatheredLoss, LossFn, ShardedLoss, check_loss, sharded_loss
+from fshard.transform.sharded_loss import GatheredLoss, LossFn, ShardedLoss, check_loss
 from fshard.transform.slopes import Slope
 from fshard.transform.tree_vectors import split_trainable, zero_filled
 
@@ -207,7 +207,7 @@ def loss_of(loss_fn: LossFn, plan: Plan, reshard: bool | None) -> ShardedLoss:
     """The global mean loss; without a choice, models of few bytes stay gathered."""
     check_loss(loss_fn, plan)
     expect("(loss_fn, plan, reshard=)", [("reshard", reshard, (bool, type(None)), "True, False or None")])
-    return sharded_loss(loss_fn, plan, reshard=not keeps(plan) if reshard is None else reshard)
+    return ShardedLoss(loss_fn, plan, False, not keeps(plan) if reshard is None else reshard, False)
 
 
 def _resharded(reshard: bool | None, schedule: Any) -> bool | None:

@@ -122,11 +122,12 @@ class ScheduledFunction:
         chunks = [at[group.id] for group in self.plan.groups]
         return chunks + [each[group] for each in along for group in self._trained]
 
-    def gradient(self, outcome: Outcome) -> dict[str, Any]:
-        """The gradient by the parameters, a tree of shards."""
-        homes = self.programs.memory.homes
+    def gradient(self, outcome: Outcome, tangents: bool = False) -> dict[str, Any]:
+        """The gradient by the parameters, or by their tangents, a tree of shards."""
+        homes, first = self.programs.memory.homes, len(self.plan.groups)
+        held = range(first, first + len(self._trained)) if tangents else self._trained
         # Copies: the next call overwrites the buffers of this one.
-        chunks = {group: homes[group] * outcome.verdict.scale for group in self._trained}
+        chunks = {group: homes[at] * outcome.verdict.scale for group, at in zip(self._trained, held, strict=True)}
         return Flat(self.form, chunks | self.form.zero_chunks()).tree()
 
 
@@ -137,10 +138,13 @@ class Schedules:
         plan: the plan.
         make: makes the function of a plan, and of the same with tangents.
         tangents: the number of tangents of each leaf.
+        trained: whether tangents have gradients, too.
     """
 
-    def __init__(self, plan: Plan, make: Callable[[Plan, Plan], ScheduledFunction], tangents: int = 1) -> None:
-        self.plan, self.make, self.tangents = plan, make, tangents
+    def __init__(
+        self, plan: Plan, make: Callable[[Plan, Plan], ScheduledFunction], tangents: int = 1, trained: bool = False
+    ) -> None:
+        self.plan, self.make, self.tangents, self.trained = plan, make, tangents, trained
         self._made: dict[int, ScheduledFunction | None] = {}
 
     @property
@@ -149,7 +153,7 @@ class Schedules:
         plan = self.plan.here
         rank = plan.mesh.rank
         if rank not in self._made:
-            double = with_tangents(plan, self.tangents)
+            double = with_tangents(plan, self.tangents, self.trained)
             self._made[rank] = None if double is None else self.make(plan, double)
         return self._made[rank]
 

@@ -27,14 +27,14 @@ from fshard.sharding.stage_table import refuse_stages
 from fshard.state.equal import Equal
 from fshard.torch_internals import forward_ad_level
 from fshard.transform.gather import Resharding, Versions, gather_all
-from fshard.transform.meeting import LossMeeting, meeting
+from fshard.transform.meeting import CheckedCall, LossMeeting, meeting
 
 LossFn = Callable[[Any, Any], Any]
 
 
 @dataclass(frozen=True)
 class ShardedLoss:
-    """``f(params, batch) -> loss``. Made by ``fs.func.sharded_loss``."""
+    """``f(params, batch) -> loss``, whose units gather their parameters where they run."""
 
     loss_fn: LossFn
     plan: Plan
@@ -74,20 +74,25 @@ class ShardedLoss:
         with cutting(self.plan.mesh):
             # Before the first gather: a rank whose arguments are bad must not leave the others waiting.
             facts = ranks.facts(self._equal)
-            flat = ranks.all_ranks("the call", lambda: self._checked(params, batch), facts)
+            flat, scheduled = ranks.all_ranks("the call", lambda: self._begun(params, batch), facts)
             if self.debug:
                 self._check_replicas(flat)
+        if scheduled is not None:
+            return scheduled()
+        with cutting(self.plan.mesh):
             loss = ranks.all_ranks("the loss", lambda: self._run(flat, batch, ranks))
             value, aux = self._mean(loss)
             if self.debug:
                 self._check_rank_free(flat, batch, loss, ranks)
             return (value, aux) if self.has_aux else value
 
+    def _begun(self, params: Any, batch: Any) -> CheckedCall:
+        return CheckedCall(self._checked(params, batch))
+
     def _checked(self, params: Any, batch: Any) -> dict[str, Tensor]:
         flat = self.plan.check_tree(params, whole=False)
         check_device(batch, self.plan.mesh.device)
-        # A tangent has the layout of its primal's storage. A copy has one of its own, and any view can be taken of it.
-        return {path: leaf.clone() for path, leaf in flat.items()} if forward_ad_level() >= 0 else flat
+        return flat
 
     def _run(self, flat: dict[str, Tensor], batch: Any, ranks: LossMeeting) -> Loss:
         versions = Versions()
@@ -118,6 +123,10 @@ class ShardedLoss:
     def _params(
         self, flat: dict[str, Tensor], ranks: LossMeeting, versions: Versions
     ) -> AbstractContextManager[dict[str, Any]]:
+        if forward_ad_level() >= 0:
+            # A tangent has the layout of its primal's storage. A copy has one of its own, and any view can be taken of
+            # it.
+            flat = {path: leaf.clone() for path, leaf in flat.items()}
         if self.reshard:
             return Resharding(self.plan, flat, ranks.handshake, versions).params()
         params = gather_all(self.plan, flat)
@@ -176,38 +185,6 @@ def check_loss(loss_fn: Any, plan: Any) -> None:
     ]
     expect("(loss_fn, plan)", wants)
     refuse_stages("derivatives of a loss", plan)
-
-
-def sharded_loss(
-    loss_fn: LossFn, plan: Plan, *, has_aux: bool = False, reshard: bool = True, debug: bool = False
-) -> ShardedLoss:
-    """The loss over the global batch, as a pure function of this rank's shards.
-
-    ``f(params, batch)`` composes with everything in ``torch.func``, in any nesting, and with ``torch.autograd``:
-    gradients come out as shards, as ``params`` go in. All ranks must apply the same transforms in the same order.
-    ``torch.func.linearize`` is refused: ``fs.func.linearize`` does it. What travels is exact, also where ``fs.Wire``
-    rounds it in steps.
-
-    Args:
-        loss_fn: as for ``fs.make_train_step``. With ``fs.Mean`` the global mean is exact.
-        plan: the plan.
-        has_aux: return ``(loss, aux)``; ``fs.Mean`` leaves of aux become global means, others are this rank's own.
-        reshard: gather a unit's parameters where it runs, and gather and compute again in the backward, so that no rank
-            holds the whole model. False gathers everything once, which is faster but needs its memory.
-        debug: check on each call that replicated leaves are equal on all ranks, and that the loss depends on the rank
-            only through its batch.
-
-    Returns:
-        The function.
-
-    >>> import fshard as fs
-    >>> params = {"w": torch.ones(3)}
-    >>> plan = fs.make_plan(params, fs.make_mesh((1,), ("data",)), [(".*", fs.fsdp("data"))])
-    >>> f = fs.func.sharded_loss(lambda p, x: (p["w"] * x).sum(), plan)
-    >>> torch.func.grad(f)(fs.shard(params, plan), torch.arange(3.0))
-    {'w': tensor([0., 1., 2.])}
-    """
-    return ShardedLoss(loss_fn, plan, has_aux, reshard, debug)
 
 
 class GatheredLoss(ShardedLoss):

@@ -58,14 +58,29 @@ class Slope(TangentFunction):
 
     def __call__(self, params: Any, batch: Any) -> Any:
         """The derivative, an ``fs.Mean`` if the loss is one."""
+        return self._both(params, batch)[0]
+
+    def _both(self, params: Any, batch: Any) -> tuple[Any, Any]:
+        """The derivative, and the loss, of which no gradient is taken."""
         count: list[Any] = []
 
         def of(_: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
             return self.total(DualUnits(pairs(self.plan, params), self.known), batch, count)
 
         with plain_attention():
-            _, slope, counts = jvp(of, (self.zero(),), (self.zero(),), has_aux=True)  # type: ignore[misc]
-        return mean_like(slope, counts[0] if counts else count[0])
+            value, slope, counts = jvp(of, (self.zero(),), (self.zero(),), has_aux=True)  # type: ignore[misc]
+        weight = counts[0] if counts else count[0]
+        return mean_like(slope, weight), mean_like(value.detach(), weight)
+
+
+@dataclass(frozen=True, eq=False)
+class SlopeBesideLoss(Slope):
+    """A loss's derivative along a direction as a loss function, with the loss as an auxiliary value."""
+
+    def __call__(self, params: Any, batch: Any) -> Any:
+        """The derivative and the loss, as ``fs.Mean`` if the loss is one."""
+        slope, value = self._both(params, batch)
+        return slope, {"loss": value}
 
 
 @dataclass(frozen=True, eq=False)

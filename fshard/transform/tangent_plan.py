@@ -20,8 +20,8 @@ SHOWN = 3
 """Tangents of a leaf that are told apart by as many marks; of more, the name has the number."""
 
 
-def with_tangents(plan: Plan, count: int = 1) -> Plan | None:
-    """The plan with frozen groups for the tangents of each trained one, behind all others.
+def with_tangents(plan: Plan, count: int = 1, trained: bool = False) -> Plan | None:
+    """The plan with groups for the tangents of each trained one, behind all others.
 
     Units read a group and its tangents together. Nothing is rounded in transfers, and no optimizer has a part of a
     leaf.
@@ -29,6 +29,7 @@ def with_tangents(plan: Plan, count: int = 1) -> Plan | None:
     Args:
         plan: the plan.
         count: the number of tangents.
+        trained: whether tangents have gradients, too.
 
     Returns:
         The plan; None where leaves lie in host memory, or have a name that a tangent would have.
@@ -41,9 +42,9 @@ def with_tangents(plan: Plan, count: int = 1) -> Plan | None:
     if any(name.endswith(MARK) for name in names) or any(group.kinds.hosted for group in plan.groups):
         return None
     groups = [_exact(group) for group in plan.groups]
-    trained = [group for group in groups if group.trainable]
+    moving = [group for group in groups if group.trainable]
     for number in range(count):
-        groups += [_tangent(group, len(groups) + at, number) for at, group in enumerate(trained)]
+        groups += [_tangent(group, len(groups) + at, number, trained) for at, group in enumerate(moving)]
     leaves = {leaf.path: leaf for group in groups for leaf in group.leaves}
     return replace(plan, leaves=leaves, groups=tuple(groups), inits={}, source=None)
 
@@ -81,6 +82,6 @@ def _plain(leaf: Leaf) -> Leaf:
     return replace(read, wire=Wire(), packed=None, opt=None)
 
 
-def _tangent(group: Group, id_: int, number: int) -> Group:
-    leaves = [replace(leaf, path=tangent_of(leaf.path, number), trainable=False, aliases=()) for leaf in group.leaves]
+def _tangent(group: Group, id_: int, number: int, trained: bool) -> Group:
+    leaves = [replace(leaf, path=tangent_of(leaf.path, number), trainable=trained, aliases=()) for leaf in group.leaves]
     return replace(group, id=id_, name=tangent_of(group.name, number), leaves=tuple(leaves))

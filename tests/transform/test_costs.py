@@ -26,7 +26,7 @@ HVP = (2 * UNITS + 2 * (UNITS - STAYING)) / UNITS, 1
 
 COSTS = {
     # tool: with resharding, gathers and reductions of each unit; without
-    "gradient": ((2, 1), (1, 1)),
+    "gradient": (((2 * UNITS - STAYING) / UNITS, 1), (1, 1)),
     "jvp": ((2, 0), (2, 0)),
     "hvp": (HVP, (2, 1)),
     "hvp.linearize": ((2, 1), (1, 1)),
