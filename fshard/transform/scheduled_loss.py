@@ -30,8 +30,8 @@ from fshard.torch_internals import (
 )
 from fshard.training.metrics import combine_aux
 from fshard.transform.active_transforms import derivatives_of
+from fshard.transform.curved_units import data_of
 from fshard.transform.dual_units import alone, make_dual
-from fshard.transform.forward_units import data_of
 from fshard.transform.meeting import CheckedCall
 from fshard.transform.product_modes import Flat
 from fshard.transform.scheduled_function import MayBeScheduled, ScheduledFunction, Schedules
