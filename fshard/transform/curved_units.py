@@ -59,7 +59,6 @@ def curved_function(
     if not moved:
         result, none = unmoved(fn, len(trained), tree.unflatten(spec, leaves))
         return result, none, none
-    again = [i for i, (_, second) in moved.items() if second is not None]
     structure: list[Any] = []
 
     def of(*moving: Tensor) -> tuple[list[Tensor], list[Tensor]]:
@@ -71,23 +70,28 @@ def curved_function(
         structure[:] = [made]
         return found, others
 
-    def along(first: tuple[Tensor, ...], second: tuple[Tensor, ...]) -> Any:
-        values = tuple([leaves[i] for i in moved])
-
-        def slope(values: tuple[Tensor, ...], some: tuple[Tensor, ...]) -> Any:
-            ahead = {**dict(zip(moved, first, strict=True)), **dict(zip(again, some, strict=True))}
-            found, slopes, others = jvp(of, values, tuple(ahead.values()), has_aux=True)  # type: ignore[misc]
-            return (found, slopes), others
-
-        firsts = tuple([x for i, x in zip(moved, first, strict=True) if i in again])
-        (found, slopes), (_, curves), others = jvp(slope, (values, firsts), (first, second), has_aux=True)  # type: ignore[misc]
-        return found, others, slopes, curves
-
-    first = tuple([t for t, _ in moved.values()])
-    second = tuple([t for _, t in moved.values() if t is not None])
-    found, others, slopes, curves = torch.vmap(along, out_dims=(None, None, 0, 0))(first, second)
+    values = {i: leaves[i] for i in moved}
+    first = {i: t for i, (t, _) in moved.items()}
+    second = {i: t for i, (_, t) in moved.items() if t is not None}
+    shared: Any = (None, None, 0, 0)  # no value depends on the sample
+    found, others, slopes, curves = torch.vmap(functools.partial(_along, of, values), out_dims=shared)(first, second)
     refuse_views(getattr(fn, "__name__", "unit"), found, leaves[: len(trained)])
     return joined(structure[0], found, others), slopes, curves
+
+
+def _along(
+    of: Callable[..., Any], values: dict[int, Tensor], first: dict[int, Tensor], second: dict[int, Tensor]
+) -> tuple[Any, Any, Any, Any]:
+    """The results of a function at some values, and their first and second derivatives, given those of the values."""
+
+    def slope(values: dict[int, Tensor], again: dict[int, Tensor]) -> Any:
+        ahead = tuple({**first, **again}.values())
+        found, slopes, others = jvp(of, tuple(values.values()), ahead, has_aux=True)  # type: ignore[misc]
+        return (found, slopes), others
+
+    again = {i: first[i] for i in second}
+    (found, slopes), (_, curves), others = jvp(slope, (values, again), (first, second), has_aux=True)  # type: ignore[misc]
+    return found, others, slopes, curves
 
 
 class CurvedUnits(TransformedUnits):
@@ -137,7 +141,7 @@ class CurvedUnits(TransformedUnits):
         return make_dual(inner, moved)
 
     def _taken(self, x: Tensor) -> tuple[Tensor, Maybe, Maybe]:
-        """What a tensor of the transforms is made of."""
+        """The value of a tensor of the transforms, and both derivatives."""
         inner, moved = forward_parts(x, self.depth)
         with below_transforms(self.depth - 1):
             value, first = forward_parts(inner, self.depth - 1)
@@ -150,7 +154,8 @@ class CurvedUnits(TransformedUnits):
         """A derivative with a row for each sample."""
         if not functorch.is_batchedtensor(x):
             return x.expand(self.count, *x.shape)
-        return functorch.get_unwrapped(x).movedim(functorch.maybe_get_bdim(x), 0)
+        rows: Tensor = functorch.get_unwrapped(x)
+        return rows.movedim(functorch.maybe_get_bdim(x), 0)
 
 
 def data_of(x: Tensor) -> Tensor:
