@@ -51,9 +51,7 @@ def curved_function(
     """
     leaves, spec = tree.flatten((params["at"], args, kwargs))
     leaves[: len(trained)] = [alone(x.detach()) for x in leaves[: len(trained)]]
-    count = len(params["along"]) // sum(trained) if any(trained) else 0
-    stacked = iter([torch.stack(params["along"][i : i + count]) for i in range(0, len(params["along"]), count or 1)])
-    both = [*[(next(stacked) if one else None, None) for one in trained], *tangents]
+    both = [*[(t, None) for t in _stacked(params["along"], trained)], *tangents]
     places = [i for i, x in enumerate(leaves) if isinstance(x, Tensor)]
     moved = {i: t for i, t in zip(places, both, strict=True) if t[0] is not None}
     if not moved:
@@ -77,6 +75,13 @@ def curved_function(
     found, others, slopes, curves = torch.vmap(functools.partial(_along, of, values), out_dims=shared)(first, second)
     refuse_views(getattr(fn, "__name__", "unit"), found, leaves[: len(trained)])
     return joined(structure[0], found, others), slopes, curves
+
+
+def _stacked(along: list[Tensor], trained: tuple[bool, ...]) -> list[Maybe]:
+    """The directions of each parameter, with a row for each sample; None for one that does not move."""
+    count = len(along) // max(1, sum(trained))
+    given = iter([torch.stack(along[i : i + count]) for i in range(0, len(along), max(1, count))])
+    return [next(given) if one else None for one in trained]
 
 
 def _along(
