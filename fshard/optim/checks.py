@@ -4,6 +4,8 @@ from collections.abc import Callable
 from numbers import Real
 from typing import Any, TypeGuard
 
+from torch import Tensor
+
 from fshard import errors
 from fshard.optim.base import Optimizer
 from fshard.optim.contract import contract
@@ -49,6 +51,8 @@ def rate(name: str, value: Any) -> list[str]:
     """No problem when the value can be a learning rate: a finite number >= 0, or a function."""
     if callable(value) and not isinstance(value, type):
         return []
+    if isinstance(value, Tensor):
+        return [f"{name} = {value!r}: is a tensor, which a step would not watch: give a number, such as float(lr)"]
     return [f"{problem}, or a function of the step" for problem in number(name, value)]
 
 

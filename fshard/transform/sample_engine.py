@@ -134,4 +134,4 @@ class SampleFinder(Finder):
         super().learn(batch, self._parted(found))
 
     def _parted(self, found: ProgramTrace) -> ProgramTrace:
-        return replace(found, program=replace(found.program, parted=self.parted and "taped"), foreign=False)
+        return replace(found, program=replace(found.program, parted=self.parted and "taped"), foreign=False, scaled=())

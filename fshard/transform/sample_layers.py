@@ -16,12 +16,10 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-from fshard.errors import TransformError
-from fshard.torch_internals import batched, below_transforms, functorch, transforms_depth
+from fshard import tree
+from fshard.torch_internals import batched, below_transforms, functorch, saved_tensors_hooks, transforms_depth
+from fshard.transform.sample_refusals import hooked, refused, renormed
 from fshard.transform.sample_tape import OUTSIDE, LayerPart, Place, SampleTape, Uses
-
-RANDOM = "randomness error mode"
-"""A part of PyTorch's error about random numbers under ``vmap``."""
 
 
 class CaughtLeaf(NamedTuple):
@@ -170,6 +168,7 @@ class CaughtLayers(TorchFunctionMode):
     Attributes:
         place: the call of a unit that runs.
         leaves: its leaves, by the identity of what it has for them.
+        hooks: those on what autograd saves around it.
     """
 
     def __init__(self, tape: SampleTape, level: int, device: str) -> None:
@@ -177,19 +176,24 @@ class CaughtLayers(TorchFunctionMode):
         self.tape, self.level, self.device = tape, level, device
         self.place = OUTSIDE
         self.leaves: Caught = {}
+        self.hooks = saved_tensors_hooks(False)
 
     @contextmanager
     def within(self, place: Place, leaves: Caught) -> Iterator[None]:
         """Inside, a call of a unit runs."""
-        before = self.place, self.leaves
-        self.place, self.leaves = place, leaves
+        before = self.place, self.leaves, self.hooks
+        self.place, self.leaves, self.hooks = place, leaves, saved_tensors_hooks(False)
         try:
             yield
         finally:
-            self.place, self.leaves = before
+            self.place, self.leaves, self.hooks = before
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if saved_tensors_hooks(False) != self.hooks:
+            raise hooked(func, self.place[0], self._paths((args, kwargs)))
+        if kwargs.get("max_norm") is not None and (paths := self._paths(args)):
+            raise renormed(func, self.place[0], paths)
         rule = RULES.get(func)
         # Inside of a derivative that the loss takes itself, the output's gradient does not tell all of the weight's.
         if rule is not None and transforms_depth() == self.level and not torch.is_autocast_enabled(self.device):
@@ -199,9 +203,13 @@ class CaughtLayers(TorchFunctionMode):
         try:
             return (_padded_embedding if func is functional.embedding else func)(*args, **kwargs)
         except RuntimeError as error:
-            if RANDOM not in str(error):
+            if (told := refused(error, func, self.place[0], self._paths((args, kwargs)))) is None:
                 raise
-            raise _random(func, self.place[0]) from error
+            raise told from error
+
+    def _paths(self, given: Any) -> list[str]:
+        """The paths of the leaves among arguments."""
+        return [leaf.path for x in tree.leaves(given) if (leaf := self.leaves.get(id(x)))]
 
     def leaf(self, value: Any) -> CaughtLeaf | None:
         """The leaf that a value is; None for another value."""
@@ -227,15 +235,6 @@ class CaughtLayers(TorchFunctionMode):
         with below_transforms(self.level - 1):
             out: Tensor = function.apply(given, *args)  # type: ignore[no-untyped-call]
         return batched(out, self.level)
-
-
-def _random(func: Any, unit: str) -> TransformError:
-    where = f"in unit {unit}, " if unit else ""
-    return TransformError(
-        f"{where}{getattr(func, '__name__', 'an operator')} draws from torch's generator, and samples are computed "
-        f"together, so that none would have random numbers of its own: give each sample a key with the batch, and use "
-        f"fs.random, such as fs.random.dropout(key, x, 0.1); or split the module in eval mode (module.eval())"
-    )
 
 
 def _linear(mode: CaughtLayers, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor | None:

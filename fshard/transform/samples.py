@@ -97,12 +97,10 @@ class ScheduledSamples(ScheduledFunction):
         # Without marks of shards, which draws of noise have none of either.
         return tree.mapped(Tensor.detach, total), torch.cat(self.norms[-self.parts :])
 
-    def each(self, params: Any, batch: Any) -> Flat:
+    def each(self, params: Any, batch: Any) -> dict[str, Any]:
         """The gradient of each sample."""
         self.run(params, [], batch)
-        found = held_by(self.tape, self.shapes)
-        self.tape.begin(0)
-        return {path: found[path] for path, leaf in self.plan.leaves.items() if leaf.trainable}
+        return held_by(self.tape, self.plan)
 
 
 class SampleTool(MayBeScheduled):
@@ -156,8 +154,8 @@ class SampleTool(MayBeScheduled):
 
     def _check(self, params: Any, batch: Any) -> None:
         self.plan.check_tree(params, whole=False)
-        _rows(batch)
         check_device(batch, self.plan.mesh.device)
+        _rows(batch)
 
     def _met(self, params: Any, batch: Any) -> tuple[Flat, Flat, LossMeeting]:
         """The trainable leaves, the others, and the ranks, when all have checked their arguments."""
@@ -208,13 +206,12 @@ class SampleGradients(SampleTool):
             PeerError: another rank failed.
         """
         if (scheduled := self._scheduled(params, batch)) is not None:
-            return tree.nest(scheduled.each(params, batch))
+            return scheduled.each(params, batch)
         trained, rest, ranks = self._met(params, batch)
         with cutting(self.plan.mesh):
             whole = dict(tree.paths(gather_all(self.plan, {**rest, **trained})))
         tape = ranks.all_ranks("the gradients", lambda: self._taped(whole, list(trained), batch))
-        found = held_by(tape, {path: whole[path] for path in trained})
-        return tree.nest({path: found[path] for path in trained})
+        return held_by(tape, self.plan)
 
 
 class ClippedGradient(SampleTool):
@@ -278,14 +275,17 @@ def clipping(norms: Tensor, limit: float) -> Tensor:
     return (limit / norms).clamp(max=1.0)
 
 
-def held_by(tape: SampleTape, shapes: Flat) -> Flat:
-    """The gradient of each sample by each leaf, ``(rows, *shape)``, given a tensor like each leaf."""
+def held_by(tape: SampleTape, plan: Plan) -> dict[str, Any]:
+    """The gradient of each sample by each trained leaf, ``(rows, *shape)``, in the dtype of the leaf, as a tree."""
     out = {}
-    for path, leaf in shapes.items():
+    for path, leaf in plan.leaves.items():
         parts = [at.pop(path) for at in tape.held.values() if path in at]
-        zero = functools.partial(torch.zeros, (tape.rows, *leaf.shape))
-        out[path] = functools.reduce(torch.add, parts).contiguous() if parts else zero()
-    return out
+        if parts:
+            out[path] = functools.reduce(torch.add, parts).to(leaf.dtype).contiguous()
+        elif leaf.trainable:
+            out[path] = torch.zeros((tape.rows, *leaf.shape), dtype=leaf.dtype, device=plan.mesh.device)
+    tape.begin(0)
+    return tree.nest(out)
 
 
 def per_sample_grad(loss_fn: LossFn, plan: Plan, *, reshard: bool | None = None) -> SampleGradients:

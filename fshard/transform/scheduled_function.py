@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fshard import tree
 from fshard.collectives.scope import SCOPE, bind
-from fshard.errors import PlanError, ShardError
+from fshard.errors import PlanError, ShardError, TransformError
 from fshard.runtime.comm.call_site import in_program
 from fshard.runtime.engine.batch import check_device, signature
 from fshard.runtime.execution import ProgramTrace, Shard, Shards, held_back
@@ -87,6 +87,7 @@ class ScheduledFunction:
 
         Raises:
             PlanError: no schedule runs the program in the memory that there is.
+            TransformError: no path runs it.
         """
         key = signature(batch)
         if key in self._problems:
@@ -94,6 +95,8 @@ class ScheduledFunction:
         try:
             with bind(self.plan.mesh, self.plan.data_axes):
                 found = self.runner.finder.look(batch)
+        except TransformError:
+            raise
         except Exception as error:  # the path of transforms raises it again, where it is one of the loss function
             problem = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
             if isinstance(error, ShardError | RuntimeError):

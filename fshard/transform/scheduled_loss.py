@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from fshard import tree
-from fshard.errors import TransformError
+from fshard.errors import ScheduleError
 from fshard.runtime.engine.proxies import Proxy
 from fshard.runtime.steps import scalar, widened
 from fshard.runtime.steps.step_options import read_running
@@ -151,7 +151,7 @@ class ArgumentsAlone(TorchFunctionMode):
         traced = dispatch_mode(DispatchModeKey.FAKE) is not None
         for x in tree.leaves((args, kwargs)):
             if isinstance(x, Tensor) and (self._in_trace(x) if traced else _of_left(x)):
-                raise TransformError(
+                raise ScheduleError(
                     f"the loss reads a tensor of shape {tuple(x.shape)} that takes part in derivatives and is no "
                     "argument of it: a schedule has no derivative by that. Give it with the batch"
                 )

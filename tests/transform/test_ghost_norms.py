@@ -176,7 +176,7 @@ def wrong(
         # Ranks have unequal numbers of rows.
         batch = tree.map(lambda x: x.tensor_split(SPLITS[mesh.size])[mesh.rank], whole)
         want = one_by_one(loss, every, whole)
-        norms = sum(g.flatten(1).square().sum(1) for g in want.values()).sqrt()  # type: ignore[union-attr]
+        norms = sum(g.reshape(len(g), -1).square().sum(1) for g in want.values()).sqrt()  # type: ignore[union-attr]
         mine = norms.tensor_split(SPLITS[mesh.size])[mesh.rank]
         limit = 0.7 * norms.median().item()
         samples = fs.func.per_sample_grad(loss, plan)

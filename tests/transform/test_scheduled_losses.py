@@ -235,5 +235,21 @@ def test_a_value_that_begins_to_take_part_later_is_told() -> None:
         return f(p, x)
 
     F.grad(f)(p, x)
-    with pytest.raises(fs.errors.TransformError, match=r"shape \(\) that takes part .* Give it with the batch"):
+    with pytest.raises(fs.errors.ScheduleError, match=r"shape \(\) that takes part .* Give it with the batch"):
         F.grad(of, argnums=(0, 1))(p, torch.tensor(2.0))
+
+
+def test_derivatives_by_a_value_of_all_ranks_are_added_up_by_pvary() -> None:
+    def on_rank() -> list[float]:
+        with fs.make_mesh((-1,), ("data",)) as mesh:
+            plan = fs.make_plan({"w": torch.ones(4)}, mesh, [(".*", fs.fsdp("data"))])
+            p, x = fs.shard({"w": torch.ones(4)}, plan), torch.full((4,), mesh.rank + 1.0)
+
+            def of(by: Tensor) -> Any:
+                return fs.func.sharded_loss(lambda p, x: (p["w"] * x).sum() * by, plan)(p, x)
+
+            by = torch.tensor(2.0)
+            shared = F.grad(lambda by: of(fs.collectives.pvary(by, "data", mesh=mesh)))(by)
+            return [float(F.grad(of)(by)), float(shared)]
+
+    assert fs.virtual_mesh((2,), ("any",)).run(on_rank) == [[2.0, 6.0], [4.0, 6.0]]

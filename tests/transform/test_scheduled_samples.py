@@ -5,15 +5,14 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
 
 import fshard as fs
 from fshard import tree
-from fshard.errors import TransformError
 from fshard.schedule import check, parse
-from tests.transform.test_ghost_norms import off, one_by_one, wrong
+from tests.shared.workers import Pools
+from tests.transform.test_ghost_norms import off, one_by_one
 from tests.transform.test_scheduled_products import UNITS, WIDTH, Layers
-from tests.transform.test_transforms import FLAT, mine
+from tests.transform.test_transforms import FLAT, differences, mine
 
 ROWS = torch.ones(4, WIDTH).double()
 
@@ -87,6 +86,36 @@ def test_a_call_without_a_schedule_says_why() -> None:
     assert samples.record == samples.schedule.ops
 
 
+def values(reshard: bool | None) -> list[str]:
+    """On a rank: what differs from the gradients of one sample after the other, and from the same call before."""
+    out = []
+    with fs.make_mesh(*FLAT) as mesh:
+        layers = Layers(mesh)
+        params, x = fs.shard(layers.whole, layers.plan), mine(layers.x, mesh)
+        want = one_by_one(layers.loss, layers.whole, layers.x)
+        norms = sum(g.flatten(1).square().sum(1) for g in want.values()).sqrt()  # type: ignore[union-attr]
+        limit = norms.median().item()
+        summed = {path: torch.tensordot((limit / norms).clamp(max=1), g, 1) for path, g in want.items()}
+        samples = fs.func.per_sample_grad(layers.loss, layers.plan, reshard=reshard)
+        clipped = fs.func.clipped_grad(layers.loss, layers.plan, limit, reshard=reshard)
+        (rows, total, found), again = [[samples(params, x), *clipped(params, x)] for _ in range(2)]
+        pairs = zip(tree.leaves((rows, total, found)), tree.leaves(tuple(again)), strict=True)
+        out += ["another result"] * any(not torch.equal(one, other) for one, other in pairs)
+        out += differences(total, tree.nest(summed), layers.plan, "sum") + ["norms"] * off(found, mine(norms, mesh))
+        out += [f"rows of {path}" for path, g in tree.paths(rows) if off(g, mine(want[path], mesh))]
+        return out + [f"{tool} record" for tool in (samples, clipped) if tool.record != tool.schedule.ops]
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("reshard", [None, True, False])
+def test_values_are_those_of_one_sample_after_the_other(ranks: int, reshard: bool | None) -> None:
+    assert not sum(fs.virtual_mesh((ranks,), ("any",)).run(values, reshard), [])
+
+
+def test_values_on_real_ranks(pool: Pools) -> None:
+    assert not sum(pool(2).run(values, True), [])
+
+
 def noisy() -> bool:
     """On a rank: whether a clipped sum with noise of a tree of shards is the same without a schedule."""
     with fs.make_mesh(*FLAT) as mesh:
@@ -104,59 +133,22 @@ def test_noise_is_added_to_sums() -> None:
     assert all(fs.virtual_mesh((2,), ("any",)).run(noisy))
 
 
-@pytest.mark.parametrize("where", ["in unit 0, dropout", "dropout"])
-def test_random_numbers_of_torch_are_refused_by_name(where: str) -> None:
-    inner = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5))
-    model = fs.split(nn.Sequential(inner), units=("0",) if "unit" in where else ())
-    plan = fs.make_plan(model, fs.make_mesh((1,), ("shard",)), [(".*", fs.fsdp("shard"))])
-    params = fs.shard(model.params, plan)
-    for tool in (fs.func.per_sample_grad, lambda *args: fs.func.clipped_grad(*args, 1.0)):
-        with pytest.raises(TransformError, match=rf"^{where} draws from torch's generator.*fs\.random"):
-            tool(lambda p, x: model.apply(p, x).sum(), plan)(params, torch.ones(3, 4))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_gradients_of_samples_have_the_dtype_of_leaves(dtype: torch.dtype) -> None:
+    """Also where units read them in bfloat16, on a schedule and inside of a transform."""
+    shapes = {"up": (8, 6), "bias": (8,), "down": (3, 8), "unread": (2,)}
+    params = {path: torch.randn(shape, dtype=dtype) for path, shape in shapes.items()}
+    short, mesh = fs.Precision(compute=torch.bfloat16), fs.make_mesh((1,), ("shard",))
+    plan = fs.make_plan(params, mesh, [(".*", fs.fsdp("shard"))], precision=short)
+    shards, x = fs.shard(params, plan), torch.randn(4, 6).bfloat16()
 
+    def loss(p: Any, x: torch.Tensor) -> torch.Tensor:
+        linear = torch.nn.functional.linear
+        return linear(linear(x, p["up"], p["bias"]).tanh(), p["down"]).square().mean()
 
-class Heads(nn.Module):
-    """Attention to what came before, with a mask and without one."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = (nn.MultiheadAttention(6, 2, batch_first=True) for _ in range(2))
-
-    def forward(self, x: Tensor) -> Tensor:
-        """The output of both."""
-        mask = torch.full((x.shape[1], x.shape[1]), -torch.inf, dtype=x.dtype, device=x.device).triu(1)
-        x = x + self.first(x, x, x, attn_mask=mask, need_weights=False)[0]
-        return x + self.second(x, x, x, attn_mask=mask, is_causal=True, need_weights=False)[0]
-
-
-IMAGES, TEXTS, ROW = (5, 6, 8, 8), (5, 4, 6), (5, 6)
-MODULES: dict[str, tuple[Any, Any]] = {
-    "transformer": (lambda: nn.TransformerEncoderLayer(6, 2, 8, dropout=0.0, batch_first=True), TEXTS),
-    "heads": (lambda: Heads(), TEXTS),
-    "in place": (lambda: nn.Sequential(nn.Linear(6, 6), nn.ReLU(inplace=True), nn.Linear(6, 3)), TEXTS),
-    "norms": (lambda: nn.Sequential(nn.RMSNorm(6), nn.Linear(6, 3), nn.LayerNorm((4, 3), bias=False)), TEXTS),
-    "group norm": (lambda: nn.Sequential(nn.GroupNorm(2, 6), nn.Conv2d(6, 4, 3)), IMAGES),
-    "instance norm": (lambda: nn.Sequential(nn.InstanceNorm2d(6, affine=True), nn.Conv2d(6, 4, 3, groups=2)), IMAGES),
-    "transposed convolution": (lambda: nn.Sequential(nn.ConvTranspose2d(6, 4, 3)), IMAGES),
-    "convolution in 3d": (lambda: nn.Sequential(nn.Conv3d(1, 2, 2)), (3, 1, 4, 4, 4)),
-    "prelu": (lambda: nn.Sequential(nn.Linear(6, 6), nn.PReLU(6)), ROW),
-    "one embedding": (lambda: nn.Sequential(nn.Embedding(7, 6), nn.Linear(6, 3)), (5,)),
-    "weight norm": (lambda: nn.utils.parametrizations.weight_norm(nn.Linear(6, 5)), TEXTS),
-}
-
-
-@pytest.mark.filterwarnings("ignore:There is a performance drop")
-@pytest.mark.sample(3)
-@pytest.mark.parametrize("name", MODULES)
-def test_layers_of_torch(name: str) -> None:
-    make, shape = MODULES[name]
-    torch.manual_seed(0)
-    module = make().double()
-    model = fs.split(module, units=("*",) if isinstance(module, nn.Sequential) else ())
-    reads = any(isinstance(part, nn.Embedding) for part in module.modules())
-    batch = torch.randint(7, shape) if reads else torch.randn(shape).double()
-
-    def loss(p: Any, x: Tensor) -> Any:
-        return model.apply(p, x).square().mean()
-
-    assert not wrong(model, loss, batch, microbatches=(None,))
+    tool = fs.func.per_sample_grad(loss, plan)
+    within = torch.vmap(lambda p: tool(p, x))(tree.map(lambda leaf: leaf.expand(1, *leaf.shape), shards))
+    want = one_by_one(loss, {path: leaf.bfloat16() for path, leaf in params.items()}, x)
+    for rows in (tool(shards, x), tree.map(lambda g: g[0], within)):
+        assert all(g.dtype == dtype and g.shape[1:] == shapes[path] for path, g in rows.items())
+        assert all((g - want[path]).abs().max() <= 0.02 * want[path].abs().max() for path, g in rows.items())

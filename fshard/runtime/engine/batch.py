@@ -318,8 +318,9 @@ def check_device(batch: Any, device: torch.device) -> None:
     A number on the CPU (0-dim) goes with tensors of any device.
 
     Raises:
-        BatchError: naming the leaf and both devices; or a tensor without sizes.
+        BatchError: naming the leaf and both devices; or a tensor without sizes, or an iterator.
     """
+    _check_lasting(batch)
     if any([_ragged(x) for x in tree.leaves(batch)]):
         ragged = [name for name, x in _named(batch) if _ragged(x)]
         remedy = "Make them with layout=torch.jagged, or pad them: torch.nested.to_padded_tensor."
@@ -328,6 +329,14 @@ def check_device(batch: Any, device: torch.device) -> None:
     if any([_apart(x, device) for x in far]):
         wrong = [f"{n} is on {x.device}" for n, x in _named(batch) if isinstance(x, Tensor) and _apart(x, device)]
         raise BatchError(lines(f"the parameters are on {device}:", wrong, "Move the batch there."))
+
+
+def _check_lasting(batch: Any) -> None:
+    """Refuse iterators, which a function that runs twice would find empty."""
+    if any([not isinstance(x, Tensor) and hasattr(x, "__next__") for x in tree.leaves(batch)]):
+        spent = [f"{name} is {kind(x)}" for name, x in _named(batch) if hasattr(x, "__next__")]
+        remedy = "Give what it yields, such as next(batches) or list(rows): a loss function may run more than once."
+        raise BatchError(lines("the batch holds iterators, which can be read once:", spent, remedy))
 
 
 def _ragged(x: Any) -> bool:

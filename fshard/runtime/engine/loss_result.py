@@ -1,6 +1,6 @@
 """The results that a loss function may return: a scalar, an ``fs.Mean``, or either with a dict of auxiliary values."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 from zlib import crc32
@@ -48,13 +48,21 @@ def read_loss(result: Any) -> Loss:
             f"with .mean(), or fs.Mean(losses.sum(), losses.numel()) where counts differ between ranks"
         )
     means = [*means_of(head), *means_of(aux)] if aux or isinstance(head, Mean) else []
+    _check_means(means)
+    return Loss(total, _count(head), aux)
+
+
+def _check_means(means: Sequence[Mean]) -> None:
+    """Refuse means whose parts are no scalars, and counts below zero, as far as the host knows these."""
     bad = [mean for mean in means if not _scalar_parts(mean)]
     if bad:
         raise LossError(
             f"fs.Mean takes a 0-dim floating tensor and a 0-dim count: got {_shaped(bad[0].total)} and "
             f"{_shaped(bad[0].count)} as the count"
         )
-    return Loss(total, _count(head), aux)
+    negative = [mean.count for mean in means if not isinstance(mean.count, Tensor) and mean.count < 0]
+    if negative:
+        raise LossError(f"fs.Mean has a count of {negative[0]}: count elements, such as mask.sum(), so 0 or more")
 
 
 def _count(head: Any) -> Tensor | float | None:

@@ -14,7 +14,7 @@ from fshard.runtime.comm import Communicator, exchange, exchange_bytes
 from fshard.runtime.engine.loss_result import Mean, fingerprint, means_of, no_aux
 from fshard.runtime.engine.plain_values import FLOAT, PlainTold, PlainValues, alike, mean_of, plain_values
 from fshard.runtime.steps.readings import RuleNorms, answers, exact_sum, pair, plain, squares
-from fshard.runtime.steps.step_refusals import unlike_losses, unlike_values
+from fshard.runtime.steps.step_refusals import negative_counts, unlike_losses, unlike_values
 
 OK, FAILED, RETRY, CUT, STARVED = 0, 1, 2, 3, 4
 """How a rank's own part of a step went. ``RETRY``: its program left the schedule. ``CUT``: a collective of its program
@@ -188,6 +188,7 @@ def verdict_of(comm: Communicator, row: "JointRow", mine: Tally, parts: int, cop
     if well:
         if len({*map(tuple, kinds)}) > 1:
             raise unlike_losses([(bool(weighted), int(count), int(named)) for weighted, count, named in kinds])
+        _check_counts([*zip(*row.told("loss"), strict=True)][1:])
         plain_numbers = row.told("plain")
         check_equal(comm, [plain_numbers[rank][0] for rank in telling], mine.plain)
     total, count = row.summed("loss")
@@ -197,6 +198,7 @@ def verdict_of(comm: Communicator, row: "JointRow", mine: Tally, parts: int, cop
         scale, elements = divided * copies / count if count else math.nan, count / copies
     more = row.told("more")
     joint = columns_of(comm, [more[rank] for rank in telling], mine.more) if well else []
+    _check_counts(joint[1 : len(mine.means) : 2])
     means, floats = _means(joint[: len(mine.means)]), joint[len(mine.means) :]
     return Verdict(
         status=row.status,
@@ -310,6 +312,13 @@ def unequal(columns: Sequence[Sequence[float]], told: PlainTold) -> tuple[str, .
     """The names of plain floats that differ between ranks."""
     names = [name for name, text in told.texts.items() if text == FLOAT]
     return tuple([name for name, column in zip(names, columns, strict=False) if not alike(column)])
+
+
+def _check_counts(of_ranks: Sequence[Sequence[float]]) -> None:
+    """Refuse counts, given by mean and rank, that are negative."""
+    for counts in of_ranks:
+        if any([count < 0 for count in counts]):
+            raise negative_counts(counts)
 
 
 def _means(columns: Sequence[Sequence[float]]) -> tuple[float, ...]:

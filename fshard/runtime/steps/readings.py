@@ -34,8 +34,12 @@ def answers(readings: Sequence[Reading]) -> list[Any]:
 
 
 def pair(parts: Iterable[tuple[Tensor | float, Tensor | float]]) -> Reading:
-    """The total and the count of some of them."""
-    return Reading([*itertools.chain(*parts)], lambda numbers: (sum(numbers[::2]), sum(numbers[1::2])))
+    """The total and the count of some of them; a count of -inf if one is negative."""
+    return Reading([*itertools.chain(*parts)], lambda numbers: (sum(numbers[::2]), _counted(numbers[1::2])))
+
+
+def _counted(counts: Sequence[float]) -> float:
+    return -math.inf if any([count < 0 for count in counts]) else sum(counts)
 
 
 def squares(rules: Sequence[RuleNorms]) -> Reading:

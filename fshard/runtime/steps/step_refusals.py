@@ -33,6 +33,18 @@ def unlike_losses(kinds: Sequence[tuple[bool, int, int]]) -> LossError:
     return LossError(lines("the function returned different types on different ranks:", rows, remedy))
 
 
+def negative_counts(counts: Sequence[float]) -> LossError:
+    """Ranks have counts below zero, -inf, of an ``fs.Mean``."""
+    rows = [f"rank {rank}: below zero in a microbatch" for rank, count in enumerate(counts) if count < 0]
+    return LossError(
+        lines(
+            "the count of an fs.Mean is negative, so that its mean would be divided by too little:",
+            rows,
+            "Count elements, such as mask.sum(). Nothing was updated, and the state can be used again.",
+        )
+    )
+
+
 def unlike_values(told: Sequence[Mapping[str, str]]) -> LossError:
     """The function returned plain values that differ between ranks, and have no mean."""
     remedy = (
