@@ -40,8 +40,8 @@ def dual_function(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     tangents: list[Tensor | None],
-) -> tuple[Any, Sequence[Tensor]]:
-    """A unit's result, and the tangents of the tensors in it that have some, in their order.
+) -> tuple[Any, Sequence[Tensor | None]]:
+    """A unit's result, and the tangents of the tensors in it that may have some, in their order.
 
     Args:
         fn: the unit's function.
@@ -58,6 +58,8 @@ def dual_function(
     along = [*[next(given) if one else None for one in trained], *tangents]
     places = [i for i, x in enumerate(leaves) if isinstance(x, Tensor)]
     moved = {i: t for i, t in zip(places, along, strict=True) if t is not None}
+    if not moved:
+        return unmoved(fn, len(trained), tree.unflatten(spec, leaves))
     structure: list[Any] = []
 
     def of(*moving: Tensor) -> tuple[list[Tensor], list[Tensor]]:
@@ -72,6 +74,15 @@ def dual_function(
     found, ahead, others = jvp(of, tuple([leaves[i] for i in moved]), tuple(moved.values()), has_aux=True)  # type: ignore[misc]
     refuse_views(getattr(fn, "__name__", "unit"), found, leaves[: len(trained)])
     return joined(structure[0], found, others), _lasting(ahead, along[: len(trained)], recorded)
+
+
+def unmoved(fn: Callable[..., Any], count: int, given: Any) -> tuple[Any, list[None]]:
+    """The result of a unit of so many leaves, nothing of which moves, and no tangents."""
+    params, args, kwargs = given
+    result = fn(params, *args, **kwargs)
+    found = parted(result)[1]
+    refuse_views(getattr(fn, "__name__", "unit"), found, tree.leaves(given)[:count])
+    return result, [None] * len(found)
 
 
 def _lasting(tangents: Sequence[Tensor], directions: Sequence[Tensor | None], recorded: bool) -> list[Tensor]:
@@ -240,21 +251,21 @@ class DualUnits(TransformedUnits):
         args, kwargs = tree.unflatten(spec, [inputs[i][0] if i in inputs else x for i, x in enumerate(leaves)])
         trained = tuple([bool(along) for _, along in held])
         if (made := self.known.get((unit, trained))) is None:
-            made = self.known[unit, trained] = Unit(unit.name, _dual(unit.fn, trained, self.recorded))
+            function = traced_as(functools.partial(dual_function, unit.fn, trained, self.recorded), unit.fn)
+            made = self.known[unit, trained] = Unit(unit.name, function)
         at = tree.unflatten(tree.flatten(params)[1], [one for one, _ in held])
         params = {"at": at, "along": [along[0] for _, along in held if along]}
         with below_transforms(self.depth - 1):
             result, along = engine.call(made, params, (args, kwargs, [t for _, t in inputs.values()]), {})
             structure, found, others = parted(result)
-            pairs = [(alone(x), alone(t)) for x, t in zip(found, along, strict=True)]
-        return joined(structure, [make_dual(*pair) for pair in pairs], others)
+            pairs = [(alone(x), None if t is None else alone(t)) for x, t in zip(found, along, strict=True)]
+        return joined(structure, [x if t is None else make_dual(x, t) for x, t in pairs], others)
 
 
-def _dual(fn: Any, *options: Any) -> Callable[..., Any]:
-    """The function of a unit's primals and tangents, with what a compiler asks of the unit's own."""
-    made = functools.partial(dual_function, fn, *options)
+def traced_as(made: functools.partial[Any], fn: Any) -> Callable[..., Any]:
+    """A function of a unit's own and of options, with what a compiler asks of a unit's."""
     if hasattr(fn, "kind"):
-        vars(made).update(kind=lambda: (dual_function, fn.kind(), *options), tables=fn.tables)
+        vars(made).update(kind=lambda: (made.func, fn.kind(), *made.args[1:]), tables=fn.tables)
     return functools.update_wrapper(made, fn, ("__name__",), ())
 
 

@@ -24,7 +24,7 @@ from fshard.schedule.policy import Policy
 from fshard.sharding.plan import Plan
 from fshard.sharding.stage_table import refuse_stages
 from fshard.state.equal import Equal
-from fshard.transform.forward_units import data_of
+from fshard.transform.curved_units import data_of
 from fshard.transform.gather import gather_some
 from fshard.transform.linearized import Linearize, LinearMap, keeps, met, own_storage, plain_attention
 from fshard.transform.meeting import meeting

@@ -32,8 +32,8 @@ from fshard.torch_internals import (
 )
 from fshard.training.metrics import combine_aux
 from fshard.transform.active_transforms import derivatives_of
+from fshard.transform.curved_units import data_of
 from fshard.transform.dual_units import alone, make_dual
-from fshard.transform.forward_units import data_of
 from fshard.transform.known_gradients import HessianMap, as_vector, of_vector, with_gradient, with_hessian
 from fshard.transform.meeting import CheckedCall
 from fshard.transform.product_modes import Flat

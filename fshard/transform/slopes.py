@@ -6,7 +6,7 @@ gradient does, gathered ahead, with reductions in flight, and the gradient of th
 never added up.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,9 +19,8 @@ from fshard.model.precision import make_casting
 from fshard.model.unit import Unit
 from fshard.runtime.engine import Mean, read_loss
 from fshard.sharding.plan import Plan
-from fshard.torch_internals import batched, below_transforms, transforms_depth
-from fshard.transform.dual_units import DualUnits, TransformedUnits, make_dual
-from fshard.transform.forward_units import ForwardUnits, data_of
+from fshard.transform.curved_units import CurvedUnits, data_of
+from fshard.transform.dual_units import DualUnits, TransformedUnits
 from fshard.transform.linearized import plain_attention
 from fshard.transform.sharded_loss import ShardedLoss
 from fshard.transform.tangent_plan import pairs
@@ -117,21 +116,13 @@ class Curvatures(TangentFunction):
         """The derivatives, as ``fs.Mean`` if the loss is one."""
         weight: list[Any] = []
 
+        def of(_: Tensor) -> Tensor:
+            units = CurvedUnits(pairs(self.plan, params, self.count), self.known, self.count)
+            found, counts = self.total(units, batch, weight)
+            weight[:] = [data_of(x).detach() for x in counts] or weight
+            return found
+
         def along(_: Tensor) -> Tensor:
-            level = transforms_depth()
-
-            def make(leaf: Tensor, tangents: Sequence[Tensor]) -> Tensor:
-                with below_transforms():
-                    stacked = torch.stack([*tangents])
-                with below_transforms(level + 1):
-                    first = make_dual(leaf, batched(stacked, level))
-                return make_dual(first, batched(stacked, level))
-
-            def of(_: Tensor) -> Tensor:
-                found, counts = self.total(ForwardUnits(self._pairs(params), make, self.known), batch, weight)
-                weight[:] = [data_of(x).detach() for x in counts] or weight
-                return found
-
             zero = self.zero()
             slope: Callable[[Tensor], Tensor] = lambda e: jvp(of, (e,), (zero,))[1]  # noqa: E731
             found: Any = jvp(slope, (zero,), (zero,))
@@ -141,9 +132,6 @@ class Curvatures(TangentFunction):
         with plain_attention():
             found = torch.vmap(along)(self.zero().expand(self.count))
         return [mean_like(x, weight[0]) for x in found.unbind()]
-
-    def _pairs(self, params: Mapping[str, Any]) -> dict[str, tuple[Tensor, list[Tensor]]]:
-        return pairs(self.plan, params, self.count)
 
 
 @dataclass(frozen=True, eq=False)

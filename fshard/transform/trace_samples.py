@@ -39,7 +39,7 @@ class TraceSamples(MayBeScheduled):
 
     def _made(self, plan: Plan, double: Plan) -> ScheduledFunction:
         fn = Curvatures(self.product.loss, plan, count=self.together)
-        running = read_running(Policy(prefetch=1), False)
+        running = read_running(Policy(prefetch=1), False, self.product.running.compile)
         return ScheduledFunction(fn, plan, double, running, "samples of the trace of a Hessian", False)
 
     def __repr__(self) -> str:
@@ -95,7 +95,12 @@ def most_together(plan: Plan) -> int:
 
 
 def hessian_trace_samples(
-    loss_fn: LossFn, plan: Plan, samples: int = 16, *, reshard: bool | None = None
+    loss_fn: LossFn,
+    plan: Plan,
+    samples: int = 16,
+    *,
+    reshard: bool | None = None,
+    compile: str | None = None,
 ) -> TraceSamples:
     """Samples whose mean is the trace of the Hessian: ``hessian_trace_samples(loss_fn, plan)(params, batch, key)``.
 
@@ -108,6 +113,7 @@ def hessian_trace_samples(
         plan: the plan.
         samples: the number of ``z``.
         reshard: as for ``hvp``, whose products are taken where there is no schedule.
+        compile: as for ``hvp``.
 
     Returns:
         The function; ``key`` is one of ``fs.random``, the same on every rank. It returns a tensor ``(samples,)``, equal
@@ -122,4 +128,4 @@ def hessian_trace_samples(
     """
     if not isinstance(samples, int) or samples < 1:
         raise PlanError(f"hessian_trace_samples(samples={samples!r}): an int >= 1")
-    return TraceSamples(hvp(loss_fn, plan, reshard=reshard), samples)
+    return TraceSamples(hvp(loss_fn, plan, reshard=reshard, compile=compile), samples)

@@ -3,6 +3,7 @@
 import random
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -12,6 +13,8 @@ from torch.nn import functional as F  # noqa: N812
 import fshard as fs
 from fshard import tree
 from fshard.errors import PlanError
+from fshard.runtime.graphs import partition
+from fshard.runtime.graphs.partition import ATEN
 from tests.graphs.cases import RARE, affine, params_of, rows, step_of, train, trained
 from tests.shared import parity, zoo
 from tests.shared.workers import Pools
@@ -357,3 +360,18 @@ def test_conjugates_are_no_views_that_change_nothing() -> None:
     params["c"]["b"] = torch.ones(6)
     text = _both(loss, params, [rows(n) / 10 for n in range(3)])
     assert text.count("graph") == 3 and "conjugated or negated lazily" in text
+
+
+def test_what_a_unit_computes_twice_is_computed_once_and_results_stay_apart() -> None:
+    @fs.unit
+    def twice(p: Any, x: Tensor) -> tuple[Tensor, ...]:
+        return (x @ p["w"]).sin() + (x @ p["w"]).cos(), (x @ p["b"]).view(2, -1), (x @ p["b"]).view(2, -1)
+
+    def loss(params: Any, x: Tensor) -> Tensor:
+        out, one, other = twice(params["a"], x)
+        return (out.sum(1).view(2, -1) + one.detach().mul_(2) - other).square().mean()
+
+    with patch.object(partition, "_merge", wraps=partition._merge) as merge:
+        assert _both(loss, params_of("a"), [rows(0), rows(1)]) == "twice(a): fx graph 0"
+    joint = merge.call_args.args[0]
+    assert sum(node.target is ATEN.mm.default and node in joint.forward for node in joint.graph.nodes) == 1

@@ -15,7 +15,7 @@ from tests.transform import cases as cases
 from tests.transform.test_tools import outer_loss, whole_gnvp, whole_hvp
 from tests.transform.test_transforms import differences, mine
 
-F = torch.func
+F, KEY = torch.func, fs.random.key(4)
 X = cases.batch()
 WIDTH, OPTIONS = 6, SimpleNamespace(gain=1.0)
 
@@ -91,6 +91,10 @@ def viewed(params: Any, x: Tensor) -> Tensor:
     return (affine(params["b"], affine(params["a"], halves(params["a"], x).flatten(1))) + 1).log().mean()
 
 
+def frozen(params: Any, x: Tensor) -> Tensor:
+    return affine(params["b"], mixed(params["a"], x, power=1)["out"]).square().mean()
+
+
 def remat(params: Any, x: Tensor) -> Tensor:
     return again(params["b"], again(params["a"], x)).square().mean()
 
@@ -101,6 +105,7 @@ class Program(NamedTuple):
     loss: Callable[[Any, Tensor], Tensor]
     model: Any
     told: str = ""
+    trained: str = ".*"
     plain: bool = True
 
 
@@ -123,6 +128,7 @@ PROGRAMS: dict[str, Callable[[], Program]] = {
     "several results": lambda: Program(several, leaves()),
     "complex results": lambda: Program(waves, leaves()),
     "views": lambda: Program(viewed, leaves(), "it returns a view of an argument"),
+    "a frozen unit": lambda: Program(frozen, leaves(), trained="b.*"),
     "remat": lambda: Program(remat, leaves()),
 }
 
@@ -133,6 +139,11 @@ def rows() -> Tensor:
 
 def same(one: Any, other: Any) -> bool:
     return all(map(torch.equal, tree.leaves(one), tree.leaves(other)))
+
+
+def moving(whole: Any, plan: fs.Plan) -> Any:
+    """A tree of whole tensors, with zeros for frozen leaves."""
+    return tree.nest({path: x * plan.leaves[path].trainable for path, x in tree.paths(whole)})
 
 
 def tools(program: Program, plan: fs.Plan, compile: str | None) -> dict[str, Any]:
@@ -151,7 +162,8 @@ def tools(program: Program, plan: fs.Plan, compile: str | None) -> dict[str, Any
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_graphs_give_the_bits_of_units_and_the_numbers_of_plain_pytorch(name: str) -> None:
     program, x = PROGRAMS[name](), rows()
-    plan = fs.make_plan(program.model, fs.make_mesh((1,), ("data",)), [(".*", fs.fsdp("data"))])
+    rules = [fs.Rule(program.trained, fs.fsdp("data")), fs.Rule(".*", fs.fsdp("data"), trainable=False)]
+    plan = fs.make_plan(program.model, fs.make_mesh((1,), ("data",)), rules[: 1 + (program.trained != ".*")])
     whole = program.model if isinstance(program.model, dict) else program.model.params
     params, v = fs.shard(whole, plan), fs.shard(tree.map(torch.cos, whole), plan)
     eager, compiled = tools(program, plan, None), tools(program, plan, "fx")
@@ -168,8 +180,9 @@ def test_graphs_give_the_bits_of_units_and_the_numbers_of_plain_pytorch(name: st
         assert product.record == product.schedule.ops
     if program.plain:
         slope = F.grad(lambda p: program.loss(p, x))
-        want = F.vjp(slope, whole)[1](tree.map(torch.cos, whole))[0]
-        for a, b in zip(tree.leaves(fs.unshard(compiled["hvp"](params, v, x), plan)), tree.leaves(want), strict=True):
+        found = fs.unshard(compiled["hvp"](params, v, x), plan)
+        want = moving(F.vjp(slope, whole)[1](moving(tree.map(torch.cos, whole), plan))[0], plan)
+        for a, b in zip(tree.leaves(found), tree.leaves(want), strict=True):
             torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12 * float(b.abs().max()))
 
 
@@ -192,6 +205,9 @@ def on_ranks(mesh: fs.Mesh) -> list[str]:
         found += differences(both[1], want[name], plan, name)
         found += [] if same(*both) else [f"{name}: other bits"]
         found += [] if tool.units.count("fx graph") == 2 else [tool.units]
+    probes = [fs.func.hessian_trace_samples(cases.weighted_loss, plan, 3, compile=how) for how in (None, "fx")]
+    eager, compiled = [[probe(params, x, KEY) for _ in range(2)][1] for probe in probes]
+    found += [] if same(eager, compiled) and probes[1].units.count("fx graph") == 2 else [probes[1].units]
     return found
 
 

@@ -46,7 +46,7 @@ def cut(joint: Joint, policy: SavePolicy | None = None) -> Halves:
         UntraceableUnit: it cannot be cut.
     """
     _check_ops(joint)
-    _tidy(joint.graph)
+    _tidy(joint)
     joint.graph.eliminate_dead_code(lambda node: node.op in ("placeholder", "output") or not is_pure(node))
     hoisted = _hoisted(joint)
     apart = {*joint.leaves, *hoisted}
@@ -168,8 +168,9 @@ def _written(node: fx.Node) -> Iterable[fx.Node]:
             yield source
 
 
-def _tidy(graph: fx.Graph) -> None:
-    """Drop ops that change nothing, and make one view of a chain of views."""
+def _tidy(joint: Joint) -> None:
+    """Drop ops that change nothing, and make one view of a chain of views and one op of equal ones."""
+    graph = joint.graph
     for node in list(graph.nodes):
         if node.op == "call_function" and node.target in SAME:
             node.replace_all_uses_with(node.args[0])
@@ -179,6 +180,18 @@ def _tidy(graph: fx.Graph) -> None:
                 node.replace_all_uses_with(same)
             elif node.target in RESHAPES:
                 _shorten(node)
+    if all(map(is_pure, graph.nodes)):
+        _merge(joint)
+
+
+def _merge(joint: Joint) -> None:
+    """Compute once what a half computes twice. Forward derivatives of forward derivatives do."""
+    known: dict[Any, fx.Node] = {}
+    results = _storages(joint.flat)  # two of them never share memory
+    for node in joint.graph.nodes:
+        if node.op == "call_function" and isinstance(value(node), Tensor) and results.isdisjoint(_storages([node])):
+            args = repr((node.args, sorted(node.kwargs.items())))
+            node.replace_all_uses_with(known.setdefault((node.target, node in joint.forward, args), node))
 
 
 def _bases(node: fx.Node) -> Iterable[fx.Node]:
