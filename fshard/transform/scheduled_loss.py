@@ -5,7 +5,7 @@ them at once, and hands each transform its own: a tangent, or the gradient that 
 """
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -13,9 +13,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from fshard import tree
-from fshard.collectives.ranks import Ranks
 from fshard.errors import ScheduleError
-from fshard.runtime.comm import collective_call
 from fshard.runtime.engine.proxies import Proxy
 from fshard.runtime.steps import scalar, widened
 from fshard.runtime.steps.step_options import read_running
@@ -34,19 +32,17 @@ from fshard.training.metrics import combine_aux
 from fshard.transform.active_transforms import derivatives_of
 from fshard.transform.curved_units import data_of
 from fshard.transform.dual_units import alone, make_dual
-from fshard.transform.known_gradients import HessianMap, as_vector, of_vector, with_gradient, with_hessian
 from fshard.transform.meeting import CheckedCall
 from fshard.transform.product_modes import Flat
 from fshard.transform.scheduled_function import MayBeScheduled, ScheduledFunction, Schedules
 from fshard.transform.sharded_loss import LossFn, ShardedLoss
-from fshard.transform.slopes import Slope, SlopeBesideLoss, TangentFunction, ValueAndSlope
+from fshard.transform.slopes import SlopeBesideLoss, ValueAndSlope
 
 GRAD, JVP = "grad", "jvp"
-Nest = tuple[str, ...]
-NESTS: list[Nest] = [(GRAD,), (JVP,), (JVP, GRAD), (GRAD, JVP), (GRAD, GRAD)]
-"""The transforms around a loss that schedules compute, the outermost first. Of two gradients the call computes the
-inner one, and the backward of the outer one makes a Hessian-vector product."""
+NESTS = [(GRAD,), (JVP,), (JVP, GRAD), (GRAD, JVP)]
+"""The transforms around a loss that schedules compute, the outermost first."""
 
+Nest = tuple[str, ...]
 Pairs = Mapping[str, tuple[Tensor, Tensor | None]]
 """Leaves and their tangents, by path."""
 
@@ -65,26 +61,6 @@ class Derivatives(NamedTuple):
     product: Flat
 
 
-class NestedCall(NamedTuple):
-    """A call of a loss under transforms.
-
-    Attributes:
-        nest: the transforms.
-        trained: the trained leaves.
-        pairs: the parts of these below the forward derivative of the nest, or below the innermost of two gradients.
-        at: all leaves below all transforms.
-        along: the tangents of these; empty where there is no forward derivative.
-        batch: the batch, likewise.
-    """
-
-    nest: Nest
-    trained: Flat
-    pairs: Pairs
-    at: Flat
-    along: Flat
-    batch: Any
-
-
 class ScheduledLoss(ShardedLoss, MayBeScheduled):
     """``f(params, batch) -> loss``. Made by ``fs.func.sharded_loss``.
 
@@ -100,10 +76,8 @@ class ScheduledLoss(ShardedLoss, MayBeScheduled):
 
     @functools.cached_property
     def _by_nest(self) -> dict[Nest, Schedules]:
-        made = functools.partial
         return {
-            nest: Schedules(self.plan, made(self._made, nest), nest != (GRAD,), GRAD in nest and JVP in nest)
-            for nest in NESTS
+            nest: Schedules(self.plan, functools.partial(self._made, nest), JVP in nest, GRAD in nest) for nest in NESTS
         }
 
     @property
@@ -112,8 +86,9 @@ class ScheduledLoss(ShardedLoss, MayBeScheduled):
 
     def _made(self, nest: Nest, plan: Plan, double: Plan) -> ScheduledFunction:
         running = read_running(Policy(reshard=self.reshard), False)
-        kinds: dict[Nest, type[TangentFunction]] = {(GRAD, GRAD): Slope, (JVP,): ValueAndSlope}
-        fn: Any = self.loss_fn if nest == (GRAD,) else kinds.get(nest, SlopeBesideLoss)(self, plan)
+        fn: Any = self.loss_fn
+        if JVP in nest:
+            fn = (SlopeBesideLoss if GRAD in nest else ValueAndSlope)(self, plan)
         fn = functools.partial(_by_arguments, fn, GRAD in nest)
         return ScheduledFunction(fn, plan, double, running, f"sharded loss under {', '.join(nest)}", GRAD in nest)
 
@@ -124,37 +99,28 @@ class ScheduledLoss(ShardedLoss, MayBeScheduled):
         if nest not in self._by_nest or self.has_aux or self.debug:
             self._unscheduled = "no schedule has what is around it: other transforms, or none; has_aux, or debug"
             return CheckedCall(flat)
-        call, found = nested_call(nest, flat, trained, batch), list[ScheduledFunction]()
-        for needed in [(GRAD, GRAD), (GRAD,)] if nest == (GRAD, GRAD) else [nest]:
-            self._nest = needed
-            with below_transforms():
-                if (scheduled := self._found(call.batch, call.at, call.along)) is None:
-                    return CheckedCall(flat)
-            found.insert(0, scheduled)
-        self._unscheduled = "another rank has found no schedule"
-        return CheckedCall(flat, functools.partial(self._run_nested, call, *found))
-
-    def _run_nested(self, call: NestedCall, scheduled: ScheduledFunction, *products: ScheduledFunction) -> Tensor:
-        """The loss under the transforms around a call."""
-        self._unscheduled = ""
+        self._nest, pairs = nest, _pairs(nest, trained)
         with below_transforms():
-            found = self._derivatives(scheduled, call)
-        maps = [HessianMap(Ranks(self.plan.mesh, ()), functools.partial(self._times, each, call)) for each in products]
-        return raised(call, found, *maps)
+            at = {path: data_of(leaf) for path, leaf in flat.items()}
+            along = {path: torch.zeros_like(leaf) for path, leaf in at.items()} if JVP in nest else {}
+            at |= {path: data_of(primal) for path, (primal, _) in pairs.items()}
+            along |= {path: data_of(tangent) for path, (_, tangent) in pairs.items() if tangent is not None}
+            x = tree.mapped(lambda x: data_of(x) if isinstance(x, Tensor) else x, batch)
+            if (scheduled := self._found(x, at, along)) is None:
+                return CheckedCall(flat)
+        self._unscheduled = "another rank has found no schedule"
 
-    @collective_call
-    def _times(self, product: ScheduledFunction, call: NestedCall, vector: Tensor) -> Tensor:
-        """The Hessian at the parameters of a call, times a vector of all trained leaves."""
-        self._nest, self._unscheduled = (GRAD, GRAD), ""
-        trained = {path: call.at[path] for path in call.trained}
-        along = {path: torch.zeros_like(leaf) for path, leaf in call.at.items()} | of_vector(vector, trained)
-        found = product.gradient(product.run(tree.nest(call.at), [tree.nest(along)], call.batch))
-        return as_vector([leaf for path, leaf in tree.paths(found) if path in trained])
+        def run() -> Tensor:
+            self._unscheduled = ""
+            with below_transforms():
+                found = self._derivatives(scheduled, tree.nest(at), [tree.nest(along)] if along else [], x)
+            return _raised(nest, found, trained, pairs)
 
-    def _derivatives(self, scheduled: ScheduledFunction, call: NestedCall) -> Derivatives:
+        return CheckedCall(flat, run)
+
+    def _derivatives(self, scheduled: ScheduledFunction, at: Any, along: Sequence[Any], batch: Any) -> Derivatives:
         """The derivatives that a schedule computes."""
-        along = [tree.nest(call.along)] if call.along else []
-        outcome = scheduled.run(tree.nest(call.at), along, call.batch)
+        outcome = scheduled.run(at, along, batch)
         verdict, measured, device = outcome.verdict, outcome.measured, torch.device(self.plan.here.mesh.device)
         aux = combine_aux(measured.aux, verdict.means, verdict.floats)
         if not scheduled.spec.train:
@@ -216,31 +182,19 @@ def _alone(gradient: Any) -> Flat:
     return {path: alone(leaf) for path, leaf in tree.paths(gradient)}
 
 
-def nested_call(nest: Nest, flat: Flat, trained: Flat, batch: Any) -> NestedCall:
-    """The arguments of a call under transforms, taken apart."""
-    pairs = _pairs(nest, trained)
-    with below_transforms():
-        at = {path: data_of(leaf) for path, leaf in flat.items()}
-        along = {path: torch.zeros_like(leaf) for path, leaf in at.items()} if JVP in nest else {}
-        at |= {path: data_of(primal) for path, (primal, _) in pairs.items()}
-        along |= {path: data_of(tangent) for path, (_, tangent) in pairs.items() if tangent is not None}
-        x = tree.mapped(lambda x: data_of(x) if isinstance(x, Tensor) else x, batch)
-        return NestedCall(nest, trained, pairs, at, along, x)
-
-
 def _pairs(nest: Nest, trained: Flat) -> Pairs:
     """The parts of leaves below the forward derivative of a nest; no tangent where it has none, or that is zero."""
-    inner = {path: functorch.get_unwrapped(leaf) for path, leaf in trained.items()} if nest[-1] == GRAD else trained
     if JVP not in nest:
-        return {path: (leaf, None) for path, leaf in inner.items()}
+        return {path: (leaf, None) for path, leaf in trained.items()}
     depth = nest.index(JVP) + 1
     with below_transforms(depth):
+        inner = trained if depth == len(nest) else {k: functorch.get_unwrapped(x) for k, x in trained.items()}
         return {path: forward_parts(leaf, depth) for path, leaf in inner.items()}
 
 
-def raised(call: NestedCall, found: Derivatives, hessian: HessianMap | None = None) -> Tensor:
-    """The loss under all transforms of a call, of derivatives that are below them."""
-    (nest, trained, pairs, *_), (values, gradient, product) = call, found
+def _raised(nest: Nest, found: Derivatives, trained: Flat, pairs: Pairs) -> Tensor:
+    """The loss under all transforms of a nest, of derivatives that are below them."""
+    values, gradient, product = found
     for depth, kind in enumerate(nest, 1):
         with below_transforms(depth):
             if kind == JVP:
@@ -249,15 +203,40 @@ def raised(call: NestedCall, found: Derivatives, hessian: HessianMap | None = No
             elif depth == len(nest):
                 values = (with_gradient(values[0], [(leaf, gradient[path]) for path, leaf in trained.items()]),)
             else:
-                loss = with_gradient(values[0], [(primal, gradient[path]) for path, (primal, _) in pairs.items()])
-                if hessian is not None:
-                    values = (loss,)
-                    gradient = with_hessian(gradient, {path: primal for path, (primal, _) in pairs.items()}, hessian)
-                    continue
                 by_params = [(primal, product[path]) for path, (primal, _) in pairs.items()]
                 by_tangents = [(along, gradient[path]) for path, (_, along) in pairs.items() if along is not None]
+                loss = with_gradient(values[0], [(primal, gradient[path]) for path, (primal, _) in pairs.items()])
                 values = (loss, with_gradient(values[1], by_params + by_tangents))
     return values[0]
+
+
+class WithGradient(torch.autograd.Function):
+    """A value as a function of leaves, of which its gradient is known."""
+
+    @staticmethod
+    def forward(value: Tensor, *given: Tensor) -> Tensor:
+        return value.clone()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+        ctx.save_for_backward(*inputs[1 + len(inputs) // 2 :])
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        slopes = [grad * slope for slope in ctx.saved_tensors]
+        return grad, *slopes, *[None] * len(slopes)
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: Tensor, *_: Any) -> Tensor:
+        """The tangent of the value, which has that of the leaves in it."""
+        return tangent
+
+
+def with_gradient(value: Tensor, pairs: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
+    """A value as a function of leaves, each beside its part of the gradient."""
+    leaves, slopes = zip(*pairs, strict=True)
+    found: Tensor = WithGradient.apply(value, *leaves, *slopes)  # type: ignore[no-untyped-call]
+    return found
 
 
 def sharded_loss(
@@ -270,9 +249,9 @@ def sharded_loss(
     ``torch.func.linearize`` is refused: ``fs.func.linearize`` does it. What travels is exact, also where ``fs.Wire``
     rounds it in steps.
 
-    Under ``grad``, ``vjp`` or ``jvp``, a ``jvp`` of a gradient, or a gradient of a ``jvp`` or of a gradient, by all
-    trained leaves, the call computes what the transforms will take on a schedule, as a train step does: ``f.schedule``.
-    Under others it gathers where units run.
+    Under ``grad``, ``vjp`` or ``jvp``, a ``jvp`` of a gradient or a gradient of a ``jvp``, by all trained leaves, the
+    call computes what the transforms will take on a schedule, as a train step does: ``f.schedule``. Under others it
+    gathers where units run.
 
     Args:
         loss_fn: as for ``fs.make_train_step``. With ``fs.Mean`` the global mean is exact.

@@ -30,31 +30,18 @@ def pullback(f: Any, p: Any, x: Any) -> Callable[[Tensor], Any]:
     return lambda by: pull(by)[0]
 
 
-def curved(f: Any, p: Any, x: Any) -> Callable[[Any], Any]:
-    """Products with the Hessian, by the pullback of a gradient."""
-    pull: Any = F.vjp(lambda p: F.grad(f)(p, x), p)[1]
-    return lambda v: pull(v)[0]
-
-
-SCHEDULED: dict[str, Case] = (
-    {
-        name: cases.CASES[name]
-        for name in ("grad", "grad and value", "vjp", "jacrev", "jvp", "forward over reverse", "reverse over forward")
-    }
-    | {name: cases.CASES[name] for name in ("reverse over reverse", "through three steps")}
-    | {
-        "of a function of it": lambda f, p, v, x: F.jvp(F.grad(lambda p: f(p, x).square()), (p,), (v,)),
-        "along the point": lambda f, p, v, x: F.grad(lambda p: F.jvp(lambda q: f(q, x), (p,), (p,))[1])(p),
-        "of a function of the point": lambda f, p, v, x: F.jvp(
-            F.grad(lambda p: f(tree.map(torch.sin, p), x)), (p,), (v,)
-        )[1],
-        "several cotangents": lambda f, p, v, x: cases.add(torch.vmap(pullback(f, p, x))(torch.arange(3.0).double())),
-        "several vectors at one point": lambda f, p, v, x: cases.add(torch.vmap(curved(f, p, x))(cases.stacked(v))),
-        "along what is linear": lambda f, p, v, x: F.jvp(curved(f, p, x), (v,), (p,)),
-        "back through what is linear": lambda f, p, v, x: F.vjp(curved(f, p, x), v)[1](p)[0],
-        "linear in the cotangent": lambda f, p, v, x: F.jvp(pullback(f, p, x), (TWO,), (3 * TWO,)),
-    }
-)
+SCHEDULED: dict[str, Case] = {
+    name: cases.CASES[name]
+    for name in ("grad", "grad and value", "vjp", "jacrev", "jvp", "forward over reverse", "reverse over forward")
+} | {
+    "of a function of it": lambda f, p, v, x: F.jvp(F.grad(lambda p: f(p, x).square()), (p,), (v,)),
+    "along the point": lambda f, p, v, x: F.grad(lambda p: F.jvp(lambda q: f(q, x), (p,), (p,))[1])(p),
+    "of a function of the point": lambda f, p, v, x: F.jvp(F.grad(lambda p: f(tree.map(torch.sin, p), x)), (p,), (v,))[
+        1
+    ],
+    "several cotangents": lambda f, p, v, x: cases.add(torch.vmap(pullback(f, p, x))(torch.arange(3.0).double())),
+    "linear in the cotangent": lambda f, p, v, x: F.jvp(pullback(f, p, x), (TWO,), (3 * TWO,)),
+}
 """What runs on a schedule."""
 
 
@@ -68,7 +55,7 @@ def after(f: Any, p: Any, v: Any, x: Any) -> Any:
 
 
 UNSCHEDULED: dict[str, Case] = {
-    name: cases.CASES[name] for name in ("value", "vmap over directions", "double backward")
+    name: cases.CASES[name] for name in ("value", "reverse over reverse", "vmap over directions", "double backward")
 } | {
     "by the direction": lambda f, p, v, x: F.grad(lambda v: F.jvp(lambda p: f(p, x), (p,), (v,))[1])(v),
     "by the direction, recorded": after,

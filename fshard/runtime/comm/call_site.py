@@ -31,7 +31,6 @@ CALLS = {
     "TrainStep.__call__": "train step",
     "EvalStep.__call__": "evaluation step",
     "ShardedLoss.__call__": "sharded loss",
-    "ScheduledLoss._times": "sharded loss",
     "Checkpointer.save": "Checkpointer.save",
     "Checkpointer.restore": "Checkpointer.restore",
     "Step.__call__": "step of parts",
