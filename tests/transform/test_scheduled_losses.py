@@ -39,6 +39,7 @@ SCHEDULED: dict[str, Case] = {
     "of a function of the point": lambda f, p, v, x: F.jvp(F.grad(lambda p: f(tree.map(torch.sin, p), x)), (p,), (v,))[
         1
     ],
+    "along the value beside a gradient": lambda f, p, v, x: F.jvp(lambda p: beside(f, p, x), (p,), (v,)),
     "several cotangents": lambda f, p, v, x: cases.add(torch.vmap(pullback(f, p, x))(torch.arange(3.0).double())),
     "linear in the cotangent": lambda f, p, v, x: F.jvp(pullback(f, p, x), (TWO,), (3 * TWO,)),
 }
@@ -54,11 +55,18 @@ def after(f: Any, p: Any, v: Any, x: Any) -> Any:
     return tree.nest({k: torch.zeros_like(x) if k == "frozen" else next(found) for k, x in tree.paths(v)})
 
 
+def beside(f: Any, p: Any, x: Any) -> Any:
+    """The value beside a gradient, times an entry of that."""
+    grads, value = F.grad_and_value(lambda p: f(p, x))(p)
+    return value * grads["scale"].sum()
+
+
 UNSCHEDULED: dict[str, Case] = {
     name: cases.CASES[name] for name in ("value", "reverse over reverse", "vmap over directions", "double backward")
 } | {
     "by the direction": lambda f, p, v, x: F.grad(lambda v: F.jvp(lambda p: f(p, x), (p,), (v,))[1])(v),
     "by the direction, recorded": after,
+    "of the value beside a gradient": lambda f, p, v, x: F.grad(lambda p: beside(f, p, x))(p),
     "by one leaf": lambda f, p, v, x: F.grad(lambda scale: f({**p, "scale": scale}, x))(p["scale"]),
 }
 """What has none: values are right all the same."""
