@@ -211,7 +211,7 @@ def on_ranks(mesh: fs.Mesh) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("ranks", [1, 2, pytest.param(4, marks=pytest.mark.long)])
+@pytest.mark.parametrize("ranks", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
 def test_graphs_on_several_ranks(ranks: int) -> None:
     mesh = fs.virtual_mesh((ranks,), ("shard",))
     assert not sum(mesh.run(on_ranks, mesh), [])

@@ -105,7 +105,7 @@ def full(want: Any, name: str) -> Any:
     return {**tree.map(torch.zeros_like, cases.whole()), "scale": want} if name == "by one leaf" else want
 
 
-@pytest.mark.parametrize("ranks", [1, *(pytest.param(ranks, marks=pytest.mark.long) for ranks in (2, 4))])
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.long), pytest.param(4, marks=pytest.mark.slow)])
 def test_they_equal_one_process(ranks: int) -> None:
     assert not sum(fs.virtual_mesh((ranks,), ("any",)).run(runs, ranks == 2), [])
 
