@@ -86,7 +86,7 @@ def unmoved(fn: Callable[..., Any], count: int, given: Any) -> tuple[Any, list[N
 
 
 def _lasting(tangents: Sequence[Tensor], directions: Sequence[Tensor | None], recorded: bool) -> list[Tensor]:
-    """Tangents of results, of which none is a view of a parameter's."""
+    """Tangents of results; none is a view of the tangent of a parameter."""
     held = {storage_of(t) for t in directions if t is not None}
     own = [t.clone() if storage_of(t) in held else t for t in tangents]
     return own if recorded else [t.detach() for t in own]

@@ -211,7 +211,7 @@ def _raised(nest: Nest, found: Derivatives, trained: Flat, pairs: Pairs) -> Tens
 
 
 class WithGradient(torch.autograd.Function):
-    """A value as a function of leaves, of which its gradient is known."""
+    """A value as a function of leaves, whose gradient is known."""
 
     @staticmethod
     def forward(value: Tensor, *given: Tensor) -> Tensor:

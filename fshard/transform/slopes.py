@@ -61,7 +61,7 @@ class Slope(TangentFunction):
         return self._both(params, batch)[0]
 
     def _both(self, params: Any, batch: Any) -> tuple[Any, Any]:
-        """The derivative, and the loss, of which no gradient is taken."""
+        """The derivative, and the loss without a graph."""
         count: list[Any] = []
 
         def of(_: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:

@@ -327,7 +327,7 @@ class Update:
 
         Args:
             left: the groups that still wait, and those that lack what other ranks have updated; None if nobody knows.
-            why: the reason for which nobody does.
+            why: the reason, where nobody knows.
         """
         waiting = self.pending.waiting if isinstance(self.pending, PendingUpdate) else {}
         if left is not None:

@@ -25,7 +25,7 @@ def check_backend(backend: str | None) -> None:
 
 
 def make_cache(backend: str | None) -> "Cache | None":
-    """The graphs of a backend that was checked, of which there are none yet; None without a backend."""
+    """An empty cache of the graphs of a checked backend; None without a backend."""
     if backend is None:
         return None
     # Tracing needs modules of torch that take long to import.
