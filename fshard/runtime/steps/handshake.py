@@ -90,7 +90,7 @@ def agree(comm: Communicator, terms: Terms, failure: BaseException | None = None
         return Agreement([], (terms.mode,))
     intent, facts, rows, found = terms.intent, terms.facts, terms.rows, modes()
     mine = [
-        LACKING if isinstance(failure, NoScheduleError) else FAILED if failure else -terms.mode,
+        -terms.mode if failure is None else _status(failure),
         intent.number,
         facts.number ^ number_of(found),
         *rows.numbers(None if failure else terms.batch),
@@ -106,6 +106,10 @@ def agree(comm: Communicator, terms: Terms, failure: BaseException | None = None
     if len(set(schedules)) > 1:
         raise different_schedules(comm, intent)
     return Agreement(_uneven(terms, [row[3:] for row in told]), [-each for each in status])
+
+
+def _status(failure: BaseException) -> int:
+    return LACKING if isinstance(failure, NoScheduleError) else FAILED
 
 
 def _uneven(terms: Terms, told: Sequence[Sequence[int]]) -> list[str]:
