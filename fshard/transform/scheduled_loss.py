@@ -36,10 +36,14 @@ from fshard.transform.product_modes import Flat
 from fshard.transform.scheduled_function import MayBeScheduled, ScheduledFunction, Schedules
 from fshard.transform.sharded_loss import LossFn, Scheduled, ShardedLoss
 from fshard.transform.slopes import SlopeBesideLoss, ValueAndSlope
+from fshard.transform.tangent_plan import frozen
 
 GRAD, JVP = "grad", "jvp"
 NESTS = [(GRAD,), (JVP,), (JVP, GRAD), (GRAD, JVP)]
 """The transforms around a loss that schedules compute, the outermost first."""
+
+KINDS = 8
+"""Nests and sets of leaves whose schedules are kept."""
 
 Nest = tuple[str, ...]
 Pairs = Mapping[str, tuple[Tensor, Tensor | None]]
@@ -71,17 +75,26 @@ class ScheduledLoss(ShardedLoss, MayBeScheduled):
     True
     """
 
-    _nest: Nest = (GRAD,)
-
     @functools.cached_property
-    def _by_nest(self) -> dict[Nest, Schedules]:
-        return {
-            nest: Schedules(self.plan, functools.partial(self._made, nest), JVP in nest, GRAD in nest) for nest in NESTS
-        }
+    def _by_kind(self) -> dict[tuple[Nest, frozenset[str]], Schedules]:
+        """Schedules by nest and by the leaves that it is taken by, the latest at the end."""
+        return {}
 
     @property
     def _schedules(self) -> Schedules:  # type: ignore[override]
-        return self._by_nest[self._nest]
+        if not self._by_kind:
+            self._choose((GRAD,), frozenset(self.plan.leaves))
+        return next(reversed(self._by_kind.values()))
+
+    def _choose(self, nest: Nest, by: frozenset[str]) -> None:
+        """Make the schedules of a nest that is taken by some leaves the latest ones."""
+        made = self._by_kind.pop((nest, by), None)
+        if made is None:
+            if len(self._by_kind) == KINDS:  # each has memory of its own
+                del self._by_kind[next(iter(self._by_kind))]
+            make = functools.partial(self._made, nest)
+            made = Schedules(frozen(self.plan, by), make, JVP in nest, GRAD in nest)
+        self._by_kind[nest, by] = made
 
     def _made(self, nest: Nest, plan: Plan, double: Plan) -> ScheduledFunction:
         running = read_running(Policy(reshard=self.reshard), False)
@@ -94,11 +107,13 @@ class ScheduledLoss(ShardedLoss, MayBeScheduled):
     def _begun(self, params: Any, batch: Any) -> tuple[Flat, Scheduled | None]:
         flat = self._checked(params, batch)
         trained = {path: flat[path] for path, leaf in self.plan.leaves.items() if leaf.trainable}
-        nest = derivatives_of([*trained.values()], tree.leaves(batch))
-        if nest not in self._by_nest or self.has_aux or self.debug:
+        nest, by = derivatives_of(trained, tree.leaves(batch))
+        if nest not in NESTS or self.has_aux or self.debug:
             self._unscheduled = "no schedule has what is around it: other transforms, or none; has_aux, or debug"
             return flat, None
-        self._nest, pairs = nest, _pairs(nest, trained)
+        self._choose(nest, by)
+        trained = {path: leaf for path, leaf in trained.items() if path in by}
+        pairs = _pairs(nest, trained)
         with below_transforms():
             at = {path: data_of(leaf) for path, leaf in flat.items()}
             along = {path: torch.zeros_like(leaf) for path, leaf in at.items()} if JVP in nest else {}
@@ -187,7 +202,8 @@ def _pairs(nest: Nest, trained: Flat) -> Pairs:
         return {path: (leaf, None) for path, leaf in trained.items()}
     depth = nest.index(JVP) + 1
     with below_transforms(depth):
-        inner = trained if depth == len(nest) else {k: functorch.get_unwrapped(x) for k, x in trained.items()}
+        # A leaf by which the reverse derivative inside is not taken is none of its tensors.
+        inner = {k: x if depth == len(nest) else functorch._unwrap_for_grad(x, len(nest)) for k, x in trained.items()}
         return {path: forward_parts(leaf, depth) for path, leaf in inner.items()}
 
 
@@ -248,8 +264,8 @@ def sharded_loss(
     ``torch.func.linearize`` is refused: ``fs.func.linearize`` does it. What travels is exact, also where ``fs.Wire``
     rounds it in steps.
 
-    Under ``grad``, ``vjp`` or ``jvp``, a ``jvp`` of a gradient or a gradient of a ``jvp``, by all trained leaves, the
-    call computes what the transforms will take on a schedule, as a train step does: ``f.schedule``. Under others it
+    Under ``grad``, ``vjp`` or ``jvp``, a ``jvp`` of a gradient or a gradient of a ``jvp``, by all leaves or by some,
+    the call computes what the transforms will take on a schedule, as a train step does: ``f.schedule``. Under others it
     gathers where units run.
 
     Args:
