@@ -14,6 +14,8 @@ from torch.overrides import TorchFunctionMode
 
 from fshard import tree
 from fshard.errors import ScheduleError
+from fshard.model.remat_function import known
+from fshard.runtime.engine import Mean
 from fshard.runtime.engine.proxies import Proxy
 from fshard.runtime.steps import Outcome, scalar, widened
 from fshard.runtime.steps.step_options import read_running
@@ -32,6 +34,7 @@ from fshard.training.metrics import combine_aux
 from fshard.transform.active_transforms import derivatives_of
 from fshard.transform.curved_units import data_of
 from fshard.transform.dual_units import alone, make_dual
+from fshard.transform.meeting import meeting
 from fshard.transform.product_modes import Flat
 from fshard.transform.scheduled_function import MayBeScheduled, ScheduledFunction, Schedules
 from fshard.transform.sharded_loss import LossFn, Scheduled, ShardedLoss
@@ -57,11 +60,13 @@ class Derivatives(NamedTuple):
         values: the loss, and its derivative along a direction if there is one.
         gradient: the gradient of the loss; empty where none is taken.
         product: the derivative of that along the direction.
+        aux: the auxiliary values.
     """
 
     values: tuple[Tensor, ...]
     gradient: Flat
     product: Flat
+    aux: Any = ()
 
 
 class ScheduledLoss(ShardedLoss, MayBeScheduled):
@@ -108,12 +113,17 @@ class ScheduledLoss(ShardedLoss, MayBeScheduled):
         flat = self._checked(params, batch)
         trained = {path: flat[path] for path, leaf in self.plan.leaves.items() if leaf.trainable}
         nest, by = derivatives_of(trained, tree.leaves(batch))
-        if nest not in NESTS or self.has_aux or self.debug:
-            self._unscheduled = "no schedule has what is around it: other transforms, or none; has_aux, or debug"
+        if nest not in NESTS or (self.has_aux and JVP in nest) or self.debug:
+            self._unscheduled = (
+                "no schedule has what is around it: other transforms, or none; a forward derivative with has_aux; debug"
+            )
             return flat, None
         self._choose(nest, by)
-        trained = {path: leaf for path, leaf in trained.items() if path in by}
-        pairs = _pairs(nest, trained)
+        return flat, self._scheduled(nest, flat, {path: trained[path] for path in trained if path in by}, batch)
+
+    def _scheduled(self, nest: Nest, flat: Flat, taking: Flat, batch: Any) -> Scheduled | None:
+        """Gives the loss under a nest that is taken by some of its leaves; None if no schedule of any rank does."""
+        pairs = _pairs(nest, taking)
         with below_transforms():
             at = {path: data_of(leaf) for path, leaf in flat.items()}
             along = {path: torch.zeros_like(leaf) for path, leaf in at.items()} if JVP in nest else {}
@@ -121,30 +131,48 @@ class ScheduledLoss(ShardedLoss, MayBeScheduled):
             along |= {path: data_of(tangent) for path, (_, tangent) in pairs.items() if tangent is not None}
             x = tree.mapped(lambda x: data_of(x) if isinstance(x, Tensor) else x, batch)
             if (scheduled := self._found(x, at, along)) is None:
-                return flat, None
+                return None
 
-        def run() -> Tensor | None:
+        def run() -> Any:
             with below_transforms():
                 outcome = self._outcome(scheduled, tree.nest(at), [tree.nest(along)] if along else [], x)
                 if outcome is None:
                     return None
                 found = self._derivatives(scheduled, outcome, bool(along))
-            return _raised(nest, found, trained, pairs)
+            loss = _raised(nest, found, taking, pairs)
+            return (loss, self._told(found.aux, flat, batch)) if self.has_aux else loss
 
-        return flat, run
+        return run
 
     def _derivatives(self, scheduled: ScheduledFunction, outcome: Outcome, along: bool) -> Derivatives:
         """The derivatives that a schedule has computed, along a direction or not."""
-        verdict, measured, device = outcome.verdict, outcome.measured, torch.device(self.plan.here.mesh.device)
-        aux = combine_aux(measured.aux, verdict.means, verdict.floats)
         if not scheduled.spec.train:
-            return Derivatives((aux["loss"].to(device), aux["slope"].to(device)), {}, {})
+            both = scheduled.result(outcome)
+            return Derivatives((both["loss"], both["slope"]), {}, {})
+        verdict, measured, device = outcome.verdict, outcome.measured, torch.device(self.plan.here.mesh.device)
         value = scalar(verdict.loss, widened([measured.losses[0][0].dtype]), device)
         first = _alone(scheduled.gradient(outcome))
         if not along:
+            aux = _averaged(measured.aux[0], verdict.means, device)
             self.refuse_aux(aux)
-            return Derivatives((value,), first, {})
-        return Derivatives((aux["loss"].to(device), value), _alone(scheduled.gradient(outcome, True)), first)
+            return Derivatives((value,), first, {}, aux)
+        loss = combine_aux(measured.aux, verdict.means, verdict.floats)["loss"].to(device)
+        return Derivatives((loss, value), _alone(scheduled.gradient(outcome, True)), first)
+
+    def _told(self, aux: Any, flat: Flat, batch: Any) -> Any:
+        """Auxiliary values of a run, as functions of the leaves. A derivative of them gathers where units run."""
+        leaves, spec = tree.flatten(aux)
+        places = [i for i, x in enumerate(leaves) if isinstance(x, Tensor)]
+
+        def again(*given: Tensor) -> tuple[Tensor, ...]:
+            at = dict(zip(flat, given, strict=True))
+            ranks = meeting(self.plan.mesh, batch, self._rows, tree.nest(at))
+            found = self._gathered(at, batch, ranks)[1]
+            return tuple([x for x in tree.leaves(found) if isinstance(x, Tensor)])
+
+        for i, x in zip(places, known(again, [leaves[i] for i in places], [*flat.values()]), strict=True):
+            leaves[i] = x
+        return tree.unflatten(spec, leaves)
 
 
 class ArgumentsAlone(TorchFunctionMode):
@@ -191,6 +219,16 @@ def _by_arguments(fn: LossFn, recorded: bool, params: Any, batch: Any) -> Any:
         return fn(params, batch)
 
 
+def _averaged(aux: Any, means: Sequence[float], device: torch.device) -> Any:
+    """Auxiliary values with global means in the place of ``fs.Mean``."""
+    found = iter(means)
+
+    def value(x: Any) -> Any:
+        return scalar(next(found), widened([x.total.dtype]), device) if isinstance(x, Mean) else x
+
+    return tree.mapped(value, aux)
+
+
 def _alone(gradient: Any) -> Flat:
     """The leaves of a gradient, each in a storage of its own, since a tangent beside one would be as large as that."""
     return {path: alone(leaf) for path, leaf in tree.paths(gradient)}
@@ -209,7 +247,7 @@ def _pairs(nest: Nest, trained: Flat) -> Pairs:
 
 def _raised(nest: Nest, found: Derivatives, trained: Flat, pairs: Pairs) -> Tensor:
     """The loss under all transforms of a nest, of derivatives that are below them."""
-    values, gradient, product = found
+    values, gradient, product, _ = found
     for depth, kind in enumerate(nest, 1):
         with below_transforms(depth):
             if kind == JVP:

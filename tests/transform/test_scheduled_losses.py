@@ -10,7 +10,6 @@ from torch import Tensor
 
 import fshard as fs
 from fshard import tree
-from fshard.errors import PlanError
 from fshard.schedule import check
 from fshard.transform.scheduled_loss import KINDS
 from tests.shared.bad import attempt
@@ -236,21 +235,6 @@ def test_all_ranks_gather_where_units_run_if_one_finds_no_schedule() -> None:
 
     for found, why in fs.virtual_mesh((2,), ("any",)).run(on_rank):
         assert not found and ("another rank" in why or "values" in why), why
-
-
-def test_what_has_no_schedule_says_why() -> None:
-    plan = fs.make_plan({"w": torch.ones(3)}, fs.make_mesh((1,), ("data",)), [(".*", fs.fsdp("data"))])
-
-    def loss(p: Any, x: Tensor) -> Any:
-        return (p["w"] * x).sum(), {"seen": x.sum()}
-
-    f = fs.func.sharded_loss(loss, plan, has_aux=True)
-    grads, aux = F.grad(f, has_aux=True)({"w": torch.ones(3)}, torch.ones(3))
-    assert torch.equal(grads["w"], torch.ones(3)) and aux["seen"] == 3
-    with pytest.raises(PlanError, match="has_aux"):
-        _ = f.schedule
-    with pytest.raises(fs.errors.LossError, match="has_aux=True"):
-        F.grad(fs.func.sharded_loss(loss, plan))({"w": torch.ones(3)}, torch.ones(3))
 
 
 def test_value_and_grad_of_a_derivative_has_one() -> None:
