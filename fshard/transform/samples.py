@@ -302,7 +302,7 @@ def per_sample_grad(loss_fn: LossFn, plan: Plan, *, reshard: bool | None = None)
     """The gradient of each sample's own loss: ``per_sample_grad(loss_fn, plan)(params, batch)``.
 
     Args:
-        loss_fn: as for ``fs.make_train_step``; it is called with batches of one row, though a rank may have no samples. An
+        loss_fn: as for ``fs.make_train_step``; it is called with batches of one row, and a rank may have no samples. An
             ``fs.Mean`` counts as the mean of that row.
         plan: the plan.
         reshard: free a unit's parameters after its forward, and gather them again for its backward. None chooses False
