@@ -115,7 +115,9 @@ BY_SOME: dict[str, Case] = {
     "of a closure": filled(lambda g, a, b, v, u: F.vjp(lambda a: g(a, b), a)[1](TWO)[0]),
     "value beside it": filled(lambda g, a, b, v, u: F.grad_and_value(g)(a, b)[1]),
     "along one part": filled(lambda g, a, b, v, u: F.jvp(lambda a: g(a, b), (a,), (v,))),
-    "of one along the other": filled(lambda g, a, b, v, u: F.jvp(lambda b: F.grad(g)(a, b), (b,), (u,))[1]),
+    "of one along the other": filled(
+        lambda g, a, b, v, u: F.jvp(lambda b: F.grad(lambda a: g(a, b))(a), (b,), (u,))[1]
+    ),
     "of one along itself": filled(lambda g, a, b, v, u: F.jvp(lambda a: F.grad(g)(a, b), (a,), (v,))[1]),
     "of all along one": filled(
         lambda g, a, b, v, u: F.jvp(lambda a: (lambda d: d[0] | d[1])(F.grad(g, (0, 1))(a, b)), (a,), (v,))[1]
