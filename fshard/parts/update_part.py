@@ -16,8 +16,7 @@ from fshard.optim.scaling import LossScale
 from fshard.parts.copy_marks import Marks, axes_of_copies
 from fshard.parts.leaf_ages import Ages, ages_of, trained_leaves
 from fshard.parts.step_values import PART, running_of
-from fshard.parts.update_metrics import UpdateMetrics
-from fshard.parts.update_norms import UpdateNorms
+from fshard.parts.update_metrics import UpdateMetrics, UpdateNorms
 from fshard.runtime.comm import Facts, collective_call, digest, mesh_communicator, refuse_nested
 from fshard.runtime.execution import Gradients, PendingUpdate, Several, Shards, held_back, parts_of
 from fshard.runtime.memory.memory_spaces import update_stagings
