@@ -1,4 +1,4 @@
-"""Memory on the device and on its host: shards as they are kept, copies around an update, buffers that give theirs back.
+"""Memory on the device and on its host: shards as they are kept, copies around an update, buffers that are given back.
 
 Gradients have memory only in the backward, which frees activations. On a device, a buffer is returned to the caching
 allocator after the compute stream has waited for the last use, so the allocator's order by stream is sufficient.
