@@ -19,7 +19,11 @@ from fshard.view.timeline import ALERT, COLORS, FONT, GRAY, INK, timeline
 from fshard.writing import write_whole
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+
+MOST = 24
+"""Policies that are drawn."""
 
 STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; color: #22262e; max-width: 1100px; margin: 2rem auto; padding: 0 1rem; }
@@ -104,14 +108,6 @@ def _picture(figure: "Figure", dpi: int) -> str:
     figure.savefig(buffer, format="png", dpi=dpi)
     coded = base64.b64encode(buffer.getvalue()).decode()
     return f'<img alt="" src="data:image/png;base64,{coded}">'
-
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
-
-MOST = 24
-"""Policies that are drawn."""
 
 
 def policies(candidates: Sequence[Candidate]) -> "Figure":

@@ -142,7 +142,7 @@ class Runner:
             check_device(batch, self.plan.mesh.device)
             if programs.train:
                 check_detached(batch)
-            parts = microbatches(batch, programs.accumulate, self.plan.batch)
+            parts = self.cut_batch(batch)
             found = self._look(batch)
             if programs.train and found is not None and not found.weighted:
                 check_even(batch, programs.accumulate)
@@ -190,6 +190,10 @@ class Runner:
         comms.open()
         self._decide(found, auto, batch)
         return self._look(batch) or found
+
+    def cut_batch(self, batch: Any) -> list[Any]:
+        """The microbatches."""
+        return microbatches(batch, self.programs.accumulate, self.plan.batch)
 
     def _look(self, batch: Any) -> ProgramTrace | None:
         """The program of a batch; None if no trace finds it."""
