@@ -193,7 +193,7 @@ class Plan:
         source = self.source if rules is None else dataclasses.replace(self.source, rules=tuple(rules))
         source = source if wire is None else dataclasses.replace(source, wire=wire)
         source = source if isinstance(stages, EllipsisType) else dataclasses.replace(source, stages=stages)
-        return _planned(source, self.mesh, self.batch, self.precision if precision is None else precision)
+        return plan_of(source, self.mesh, self.batch, self.precision if precision is None else precision)
 
     def only(self, pattern: str) -> "Plan":
         """This plan with every leaf frozen whose path the pattern does not match as a whole. Shards stay as they are.
@@ -358,7 +358,7 @@ def make_plan(
         stages=stages,
         cuts=model_cuts(model),
     )
-    plan = _planned(source, mesh, batch, precision)
+    plan = plan_of(source, mesh, batch, precision)
     if any(group.gathered and group.parts > 1 for group in plan.groups):
         warn_of_no_units(shapes, source.dtypes, {*source.owners.values()} - {ROOT})
     return plan
@@ -367,7 +367,12 @@ def make_plan(
 _RULES = 'a list of (pattern, spec) pairs, such as [(r".*", fs.fsdp("data"))], or "auto"'
 
 
-def _planned(inputs: Inputs, mesh: Mesh, batch: P, precision: Precision) -> Plan:
+def plan_of(inputs: Inputs, mesh: Mesh, batch: P, precision: Precision) -> Plan:
+    """The plan of a model on a mesh.
+
+    Raises:
+        PlanError: rules do not fit the leaves, or the mesh.
+    """
     decided = match(inputs.rules, inputs.shapes)
     check_specs({path: (d.at_rest, d.compute) for path, d in decided.items()}, inputs.shapes, mesh, batch.axes)
     stages = stages_of(inputs, decided, mesh, batch)
