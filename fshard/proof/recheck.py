@@ -56,15 +56,8 @@ class GradientPrints(Observer):
 
 def _print(gradients: FlatGradients, group: int) -> int:
     """A number for the gradient of a group, as this rank has computed it."""
-    slots = gradients.buffers[group].slots
-    if group in gradients.waiting:
-        numbers, grads = gradients.waiting[group]
-        held = [(number, grad) for number, grad in zip(numbers, grads, strict=True) if grad is not None]
-    elif group in gradients.touched:
-        held = [*enumerate(slots.grads)]
-    else:
-        return 0
-    return digest([(number, bits(grad)) for number, grad in held])
+    held = gradients.full(group)
+    return 0 if held is None else digest([(number, bits(grad)) for number, grad in held.items()])
 
 
 class RecheckedStep:

@@ -87,6 +87,12 @@ class FlatGradients:
         for held in (self.touched, self.summed, self.waiting, self.norms):
             held.clear()
 
+    def full(self, group: int) -> dict[int, Tensor] | None:
+        """The full gradients of a group's leaves on this rank, by their numbers in it; None where there are none."""
+        if group in self.waiting:
+            return {n: grad for n, grad in zip(*self.waiting[group], strict=True) if grad is not None}
+        return dict(enumerate(self.buffers[group].slots.grads)) if group in self.touched else None
+
     def sink(self, group: int, numbers: list[int], grads: list[Tensor | None]) -> None:
         """Add gradients of some leaves of a group to its flat gradient. Missing gradients are zero.
 
