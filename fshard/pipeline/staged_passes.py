@@ -82,7 +82,6 @@ class StagedPasses(Passes):
         """Run the stages of this rank on each microbatch.
 
         Args:
-            engine: runs its units.
             executor: runs the ops of its schedule.
             parts: the microbatches.
             scale: what the loss is multiplied by for the backward.

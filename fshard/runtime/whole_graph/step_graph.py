@@ -53,7 +53,6 @@ class StepGraph:
 
     Attributes:
         key: what of a batch, and of the interpreter's modes, it holds for.
-        prepared: the program.
         shards: the memory of the state that it works on.
         batch: the batch in memory of its own, to which each batch is copied.
         parts: its microbatches.
