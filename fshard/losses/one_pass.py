@@ -26,7 +26,6 @@ class ChunkedHead:
 
     Attributes:
         loss: its options.
-        chunks: the number of chunks.
     """
 
     loss: HeadLoss

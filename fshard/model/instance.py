@@ -46,7 +46,6 @@ class Body:
     Args:
         template: the structure.
         params: the order of the parameters.
-        buffers: the order of the buffers.
         tracker: finds the buffers that a call changed.
         unit: the unit's name; empty for a whole model.
     """

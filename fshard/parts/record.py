@@ -45,7 +45,6 @@ class RecordedPass:
     Attributes:
         spec: what it runs.
         version: the number of the parameters that it reads.
-        found: its program.
         key: of the batch that it was given.
         means: the number of its auxiliary means.
         plain: whether some of these are plain means, of batches that must be of equal sizes on all ranks.
@@ -73,7 +72,6 @@ class RecordedUpdate:
 
     Attributes:
         origin: the number of the state that it updates.
-        part: the update.
         bank: the pass of its gradients; None if arithmetic made them, or they are copied.
         fresh: whether it updates the parameters that the step was given, and not those that the step has made of them.
     """

@@ -256,8 +256,6 @@ class Updated:
 
     Attributes:
         before: the memory of the state that it updates.
-        part: the update.
-        grads: the gradients.
         state: the state as the update was given it.
         lr: the learning rate, if it is not the optimizer's own.
     """
@@ -273,8 +271,6 @@ class RunningMemory:
     """The memory of a state inside of a step function.
 
     Attributes:
-        running: the step.
-        plan: the plan.
         source: the parameters, or the update that makes them.
         origin: the number of the state, of those that the step was given.
         shards_made: the shards, with the optimizer's state, that the step has made; None for those of that state.

@@ -118,7 +118,6 @@ class StageEngine(Engine):
         """Run a stage on a microbatch.
 
         Args:
-            fn: the loss function.
             batch: the microbatch.
             stage: the number of the stage.
             received: values of other stages, leaves that require grad where their gradient goes back.
@@ -157,7 +156,6 @@ class StageEngine(Engine):
         """Run the first part of a backward, of the inputs of a stage.
 
         Args:
-            parted: the backward.
             calls: the calls of the stage, in the order of their backwards. Some may not lie between outputs and inputs.
             done: called when the gradients are there.
         """

@@ -53,7 +53,6 @@ class StagedOptions:
         task: what was tried.
         auto: what was asked for.
         rates: by which steps were simulated.
-        tried: the orders.
     """
 
     task: StagedTask

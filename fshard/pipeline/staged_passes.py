@@ -63,7 +63,6 @@ class StagedPasses(Passes):
     """The passes of the stages of one rank through the microbatches of a step.
 
     Attributes:
-        staged: the program.
         rank: this rank's part of it.
         mail: its messages.
     """
@@ -83,7 +82,6 @@ class StagedPasses(Passes):
         """Run the stages of this rank on each microbatch.
 
         Args:
-            engine: runs its units.
             executor: runs the ops of its schedule.
             parts: the microbatches.
             scale: what the loss is multiplied by for the backward.

@@ -31,7 +31,6 @@ class NamedLink:
 
     Attributes:
         link: its rate in one direction, and its latency.
-        what: what it is.
         source: where its rate is stated.
     """
 

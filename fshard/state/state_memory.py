@@ -95,7 +95,6 @@ class Loose:
 
     Attributes:
         layout: makes the buffers.
-        params: the parameters.
         opt: the optimizer's trees, by name.
     """
 

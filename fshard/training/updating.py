@@ -23,7 +23,6 @@ class Updating:
     """An optimizer's updates of leaves of a plan.
 
     Attributes:
-        opt: the optimizer.
         chosen: the plan in which every leaf is frozen that it does not update.
         clip: the limits of gradient norms.
         single: whether learning rates are rounded to float32, as graphs hold them.
@@ -81,7 +80,6 @@ class Updating:
 
         Args:
             step: the number of updates so far, for the leaves that have had most.
-            grads: the gradients.
             divisors: what gradients are divided by, for each rule of clipping.
             rule: the optimizer with the learning rate of this update, see ``fixed``.
             unit: what residuals are multiplied by, so that a state can keep them.

@@ -32,7 +32,6 @@ class PartTransport(ProcessTransport):
     learn of it.
 
     Args:
-        mesh: the part of the mesh.
         whole: joins the ranks of all parts.
     """
 

@@ -53,7 +53,6 @@ class Flight:
     """The record of one rank.
 
     Args:
-        rank: this rank.
         ranks: how many there are.
 
     Attributes:

@@ -55,7 +55,6 @@ class BufferLayout:
 
     Attributes:
         length: its elements.
-        dtype: their dtype.
         forms: the form of each leaf's state, by the leaf's number in the group; leaves may be missing.
         ranges: the range of each leaf's state in the buffer, by the leaf's number.
         plain: whether the ranges are those of the leaves in the shard of parameters.
@@ -77,7 +76,6 @@ def optimizer_layout(group: Group, mesh: Mesh, opt: Contract, part: int | None =
     """The layouts of an optimizer's buffers beside one group's shard. Adjacent leaves with equal forms stay adjacent.
 
     Args:
-        opt: the optimizer.
         part: the number of the shard; None for this rank's.
     """
     part = mesh.index(group.gather_axes) if part is None else part

@@ -2,8 +2,7 @@
 
 import functools
 from collections.abc import Iterator, Mapping, Sequence
-from types import MappingProxyType
-from typing import NamedTuple
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -18,11 +17,11 @@ from fshard.sharding.layout import Group
 from fshard.sharding.plan import Plan
 
 
-class GroupBuffers(NamedTuple):
+@dataclass(frozen=True)
+class GroupBuffers:
     """Places of the gradient of a trainable group on its path, 1-D. They may be one tensor.
 
     Attributes:
-        shard: the gradient shard.
         own: what this rank updates of it, on the device.
         home: the same where the update reads it: on the device, or in host memory.
         late: whether the first sum of a shard is made in the staging.
@@ -33,7 +32,7 @@ class GroupBuffers(NamedTuple):
     own: Tensor
     home: Tensor
     late: bool
-    left: Mapping[str, Tensor] = MappingProxyType({})
+    left: Mapping[str, Tensor]
 
 
 class StepMemory:

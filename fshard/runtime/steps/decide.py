@@ -18,6 +18,7 @@ from fshard.runtime.steps.consensus import FAILED, OK, Verdict
 from fshard.runtime.steps.failures import raise_failure
 from fshard.runtime.steps.norm_sets import NormSets
 from fshard.runtime.steps.readings import RuleNorms
+from fshard.runtime.steps.step_options import UpdateOptions
 from fshard.runtime.steps.step_refusals import unlike_skips
 from fshard.sharding.plan import Plan
 
@@ -27,7 +28,6 @@ class Decisions:
     """The rules of a train step for its updates.
 
     Attributes:
-        opt: the optimizer.
         clip: the limits of gradient norms.
         parts: microbatches of the global batch, over ranks and accumulation.
         divisor: what gradients are divided by before they are summed.
@@ -124,7 +124,6 @@ class Decisions:
         Args:
             step: the step, counted from 0.
             count: of elements whose gradients were accumulated.
-            verdict: of this step.
 
         Raises:
             LossError: the loss is a mean of elements in some steps between two updates, and not in others.
@@ -159,7 +158,6 @@ class Decisions:
         Args:
             step: the step, counted from 0.
             scale: what sums are multiplied by to become gradients of the mean.
-            verdict: of this step.
             unit: what sums are multiplied by to be accumulated.
         """
         if not self.updates(step):
@@ -234,8 +232,8 @@ class SkipRule:
         return [f"{self.count} before it were not finite, and were skipped: skip_limit={self.limit}"] * bool(self.count)
 
 
-def skip_rule(options: Any) -> SkipRule:
-    """The rule of ``skip_norm=``, ``skip=``, ``skip_limit=`` and ``loss_scale=``, which these options have."""
+def skip_rule(options: UpdateOptions) -> SkipRule:
+    """The rule of ``skip_norm=``, ``skip=``, ``skip_limit=`` and ``loss_scale=``."""
     asked = options.skip_norm is not None or options.skip is not None
     return SkipRule(options.skip_limit if asked else 0, options.skip_norm, options.loss_scale)
 

@@ -59,7 +59,6 @@ class Prepared:
     """A program ready to run.
 
     Attributes:
-        engine: what runs its units.
         actions: what the ops of its schedule do.
         weighted: whether the loss is an ``fs.Mean``; None if nobody knows yet.
         route: the schedule as it runs; None if the program is gathered on demand.
@@ -93,7 +92,6 @@ class Programs:
     """Makes and keeps the programs that a step has met.
 
     Attributes:
-        plan: the plan.
         policy: how schedules are built.
         accumulate: microbatches of a step.
         train: whether there is a backward.
@@ -106,7 +104,6 @@ class Programs:
         engine: makes the engine of a program.
         choices: what ``fs.Auto`` chose, by program.
         contests: of programs whose steps are timed to choose better.
-        made: the programs.
     """
 
     plan: Plan
@@ -244,8 +241,6 @@ class Programs:
         """A program with memory and without a schedule of its own.
 
         Args:
-            found: the program.
-            arena: the arena.
             offsets: where ``param:`` items of its groups lie.
             beside: the actions of another program that reads the same shards in the same step.
         """
@@ -300,7 +295,7 @@ class Programs:
             slots = engine.slots.groups[group]
             if slots.grad is None:
                 slots.bind_grad(made.home)
-            buffers[group] = GradientBuffers(slots, *made)
+            buffers[group] = GradientBuffers(**vars(made), slots=slots)
         if beside is not None:
             return engine, beside.beside(engine.slots, self.comms, gradients)
         resident = Resident(memory, packing_kernels(self.cache))
@@ -352,8 +347,6 @@ def make_programs(
     """The programs of a step, of which there are none yet.
 
     Args:
-        plan: the plan.
-        running: how they run.
         accumulate: microbatches of a step.
         train: whether there is a backward.
         state: what updates take, and copies of the state.
