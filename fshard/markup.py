@@ -15,6 +15,7 @@ def aligned(rows: Sequence[Sequence[str]], left: Sequence[bool], rule: bool = Fa
     """The lines of a table, whose first row are the titles.
 
     Args:
+        rows: the cells.
         left: of each column, whether its cells are set to the left.
         rule: whether a line divides the titles from the rest.
 
@@ -52,6 +53,7 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]], left: int = 1) -> 
 
     Args:
         head: the titles of the columns.
+        rows: the cells.
         left: how many columns are set to the left.
     """
     titles = "".join(_cell("th", text, number < left) for number, text in enumerate(head))

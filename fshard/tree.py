@@ -131,6 +131,7 @@ class Opened:
     """The structure of an object that is a leaf to optree.
 
     Attributes:
+        kind: its class.
         names: of its fields, or its keys.
         spec: the structure of the list of their values.
         shell: an empty copy, the template of new objects.
@@ -312,6 +313,7 @@ def register(kind: type, flatten: Callable[[Any], Any], unflatten: Callable[[Any
     """Make the objects of a class pytrees.
 
     Args:
+        kind: the class.
         flatten: gives an object's children, its structure, which is hashable, and the names of the attributes.
         unflatten: makes an object of a structure and children, whatever these are.
     """

@@ -31,6 +31,8 @@ def batch_of(path: str, module: nn.Module, config: Any, rows: int, length: int |
 
     Args:
         path: of its configuration, for errors.
+        module: the model.
+        config: its configuration.
         rows: of the batch.
         length: tokens or samples of a row; by default as many as positions, and at most ``LONGEST``.
         dtype: of pictures and sounds.

@@ -97,6 +97,7 @@ class Job:
 
     Attributes:
         model: what ``fs.split`` returned, or a nested dict of tensors.
+        loss: the loss function.
         batch: a rank's batch. Tensors on the meta device will do.
         rules: as for ``fs.make_plan``; by default everything is sharded over all axes but one named ``replica``.
         units: of a nested dict, as for ``fs.make_plan``; by default each dict in it.

@@ -26,6 +26,7 @@ class ChunkedHead:
 
     Attributes:
         loss: its options.
+        chunks: the number of chunks.
     """
 
     loss: HeadLoss

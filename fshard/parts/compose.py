@@ -59,6 +59,7 @@ class Composition(Unwatched, ABC):
         own: how many of them are not in the batch.
         versions: the parameters that passes have read, in the order of their first pass.
         locals: the points so far at which the code between passes has read shards.
+        passes: the passes so far.
         derivatives: the calls so far of tools that take derivatives, passes or not.
         complete: the banks and states that are what they stand for: gradients of means, updated parameters.
         over: whether nothing of it can be read any more.

@@ -52,6 +52,7 @@ class Marks(list[CopyMark]):
 
         Args:
             what: they are.
+            flat: the leaves.
         """
         for group in flat.form.groups:
             axes = copied_over(group, flat.form.plan.mesh)

@@ -34,6 +34,7 @@ class Numbers:
     """The numbers that all ranks have learned at the end of a step.
 
     Args:
+        replay: the step.
         result: what its function returned.
         sums: of what ranks have brought, in the order of ``Replay.tally``.
     """

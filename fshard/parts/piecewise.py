@@ -32,6 +32,7 @@ def piecewise(fn: Callable[..., Any], plan: Plan, given: Arguments, donate: bool
     Updates that parts read are applied to copies, so that a failure leaves every state as it was.
 
     Args:
+        fn: the function.
         plan: a plan on the mesh, whose data axes are those of the batch.
         donate: whether the step takes their memory.
     """

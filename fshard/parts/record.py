@@ -72,6 +72,7 @@ class RecordedUpdate:
 
     Attributes:
         origin: the number of the state that it updates.
+        part: the update.
         bank: the pass of its gradients; None if arithmetic made them, or they are copied.
         fresh: whether it updates the parameters that the step was given, and not those that the step has made of them.
     """

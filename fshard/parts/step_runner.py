@@ -63,11 +63,13 @@ class StepRunner:
     """Runs a step function.
 
     Args:
+        fn: the function.
         plan: a plan on the mesh, whose data axes are those of the batch.
         running: how its passes are scheduled, and whether in debug mode.
         donate: whether a step takes the memory of the states that it is given.
 
     Attributes:
+        latest: the latest step.
         choices: what ``fs.Auto`` chose for what the function does.
         replays: the steps that have a schedule.
         busy: by rank, the seconds since the step before in which it did not wait for others; empty on one rank.

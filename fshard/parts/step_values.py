@@ -256,6 +256,8 @@ class Updated:
 
     Attributes:
         before: the memory of the state that it updates.
+        part: the update.
+        grads: the gradients.
         state: the state as the update was given it.
         lr: the learning rate, if it is not the optimizer's own.
     """

@@ -259,6 +259,7 @@ class UpdateStep:
         """The next state, whose update waits.
 
         Args:
+            flat: the gradients.
             squares: of their norms, over all ranks.
             lr: the learning rate, if it is not the optimizer's own.
         """
@@ -303,6 +304,7 @@ class UpdateStep:
 
         Args:
             state: the state as the update was given it.
+            flat: the gradients.
             norms: of the gradients as they lie, by clipping rule.
             scale: what these are multiplied by to become those of the mean.
             lr: the learning rate, if it is not the optimizer's own.

@@ -32,6 +32,9 @@ def check_order(order: PipelineOrder) -> None:
       the B or I of the next stage, W for its own I.
     * What one rank sends to another one is read in the order in which it was sent, forwards and backwards each.
 
+    Args:
+        order: any order.
+
     Raises:
         ScheduleError: a rule is broken. The message shows what all ranks do around the action.
 

@@ -18,6 +18,7 @@ def cut_units(units: Sequence[str], costs: Sequence[float], stages: int, cut: Cu
     Args:
         units: the names of the units, in the order in which they are called.
         costs: what each unit costs, in any measure, such as seconds. Only ``"balanced"`` reads it.
+        stages: the number of stages.
         cut: ``"balanced"``; or the number of units of each stage, as ``(4, 4, 5)``; or for each stage a name or glob of
             units or of modules around them, at whose first unit it begins, as ``("embed", "layers.4", "layers.8")``.
             ``"balanced"`` makes the largest cost of a stage as small as it can be; among the ways to do so it takes

@@ -99,6 +99,7 @@ def joint_schedules(
         staged: the program, cut into stages.
         plans: by position the plan of what its ranks hold, and what schedules know of its groups.
         policy: how schedules are built.
+        train: whether there are gradients.
 
     Raises:
         ScheduleError: no such schedules fit together.

@@ -34,6 +34,7 @@ def play(ranks: Lists, stages: int, seconds: Callable[[Action], float], send: fl
 
     Args:
         ranks: the actions of each rank, in order.
+        stages: the number of stages.
         seconds: how long an action takes.
         send: how long a result takes from one rank to another one.
 

@@ -93,6 +93,7 @@ def lanes(ranks: Lists, stages: int, at: tuple[int, int] | None = None, around: 
 
     Args:
         ranks: the actions of each rank.
+        stages: the number of stages.
         at: a rank and a position in its list, whose action is put in brackets.
         around: the number of columns to draw before and after that one; all by default.
 

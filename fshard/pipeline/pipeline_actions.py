@@ -99,6 +99,7 @@ def needs(action: Action, stages: int) -> tuple[Result, ...]:
     """List the results that an action waits for.
 
     Args:
+        action: any action.
         stages: the number of stages of its pipeline.
 
     Returns:

@@ -95,6 +95,7 @@ class PipelineRunner(Runner):
     """Runs the stages of one rank of a plan.
 
     Args:
+        fn: the loss function.
         programs: the programs, of the plan of what this rank holds.
         order: gives the order of the pipeline.
         infos: gives what schedules know of the groups of a plan.

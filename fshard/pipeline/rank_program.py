@@ -89,6 +89,7 @@ def rank_program(
     Args:
         staged: the program, cut into stages.
         plan: the plan of what they hold.
+        train: whether there are gradients.
         most: the messages that may be under way on an edge.
     """
     whole = plan.whole

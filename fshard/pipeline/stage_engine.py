@@ -118,6 +118,7 @@ class StageEngine(Engine):
         """Run a stage on a microbatch.
 
         Args:
+            fn: the loss function.
             batch: the microbatch.
             stage: the number of the stage.
             received: values of other stages, leaves that require grad where their gradient goes back.

@@ -59,6 +59,7 @@ def stage_needs(
         rank: the rank's part of it.
         plan: the plan of what the rank holds.
         batch: a microbatch.
+        train: whether there are gradients.
         remat: which units are computed again in their backward.
     """
     plan = traceable(plan)

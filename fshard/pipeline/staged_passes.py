@@ -82,6 +82,7 @@ class StagedPasses(Passes):
         """Run the stages of this rank on each microbatch.
 
         Args:
+            engine: runs its units.
             executor: runs the ops of its schedule.
             parts: the microbatches.
             scale: what the loss is multiplied by for the backward.

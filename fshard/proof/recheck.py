@@ -64,6 +64,7 @@ class RecheckedStep:
     """``step(state, batch) -> (state, metrics)``. Made by ``fs.recheck``. Its attributes are those of the step.
 
     Args:
+        step: the train step.
         every: of how many steps one is computed twice.
     """
 

@@ -95,6 +95,7 @@ class Loose:
 
     Attributes:
         layout: makes the buffers.
+        params: the parameters.
         opt: the optimizer's trees, by name.
     """
 

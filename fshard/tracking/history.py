@@ -68,6 +68,7 @@ class History:
     """A view's knowledge of a run: the latest numbers, and one curve.
 
     Attributes:
+        step: the latest step.
         latest: the latest number of each name.
         values: of the curve.
     """

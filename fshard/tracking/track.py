@@ -31,6 +31,7 @@ class ProfileWindow:
 
     Args:
         mesh: the mesh, for its device and the number of this rank.
+        first: the first step.
         folder: the folder of the file ``rank0.json``.
     """
 

@@ -23,6 +23,7 @@ class Updating:
     """An optimizer's updates of leaves of a plan.
 
     Attributes:
+        opt: the optimizer.
         chosen: the plan in which every leaf is frozen that it does not update.
         clip: the limits of gradient norms.
         single: whether learning rates are rounded to float32, as graphs hold them.

@@ -42,6 +42,7 @@ def bounded_together(
     """Return what functions return that run at once, each in a thread. All of them begin, whatever others do.
 
     Args:
+        bodies: the functions.
         seconds: how long to wait for all of them.
         what: what they do, for the error.
         look: called a few times a second meanwhile; what it raises ends the wait.

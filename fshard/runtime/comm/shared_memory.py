@@ -43,6 +43,7 @@ class OwnMemory:
     """Shared memory that this rank writes.
 
     Attributes:
+        data: the memory.
         file: its file descriptor, until all peers have it; then -1.
         known: the peers that have it. A collective may involve only some peers, so others get it later.
         readers: the number of peers that have not yet read it.

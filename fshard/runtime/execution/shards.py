@@ -171,6 +171,8 @@ class Slices(NamedTuple):
 
     Attributes:
         cut: the first of their update slices: what it says beside its range holds for all.
+        params: the parameters.
+        grads: their gradients.
         states: the optimizer's state of each.
         places: the group of each, by id, and its own update slice.
     """

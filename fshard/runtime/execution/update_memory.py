@@ -51,6 +51,7 @@ def state_needs(plan: Plan, opt: Contract, limit: Limit, donate: bool) -> StateN
     """Return what steps take on the device for what they update, beside one state.
 
     Args:
+        opt: the optimizer.
         limit: from a leaf's path, the number of its clipping rule.
         donate: whether steps reuse the memory of the state.
     """
@@ -73,6 +74,7 @@ def update_needs(plan: Plan, opt: Contract, limit: Limit = lambda path: 0) -> di
     tensors, it is not known what it makes for itself: then what is copied from host memory counts alone.
 
     Args:
+        opt: the optimizer.
         limit: from a leaf's path, the number of its clipping rule; below 0 for one that is not updated.
     """
     plan, rounded, found = traceable(plan), rounded_groups(plan), {}

@@ -76,6 +76,7 @@ def optimizer_layout(group: Group, mesh: Mesh, opt: Contract, part: int | None =
     """The layouts of an optimizer's buffers beside one group's shard. Adjacent leaves with equal forms stay adjacent.
 
     Args:
+        opt: the optimizer.
         part: the number of the shard; None for this rank's.
     """
     part = mesh.index(group.gather_axes) if part is None else part

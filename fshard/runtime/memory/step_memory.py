@@ -22,6 +22,7 @@ class GroupBuffers:
     """Places of the gradient of a trainable group on its path, 1-D. They may be one tensor.
 
     Attributes:
+        shard: the gradient shard.
         own: what this rank updates of it, on the device.
         home: the same where the update reads it: on the device, or in host memory.
         late: whether the first sum of a shard is made in the staging.

@@ -28,6 +28,7 @@ class Decisions:
     """The rules of a train step for its updates.
 
     Attributes:
+        opt: the optimizer.
         clip: the limits of gradient norms.
         parts: microbatches of the global batch, over ranks and accumulation.
         divisor: what gradients are divided by before they are summed.
@@ -124,6 +125,7 @@ class Decisions:
         Args:
             step: the step, counted from 0.
             count: of elements whose gradients were accumulated.
+            verdict: of this step.
 
         Raises:
             LossError: the loss is a mean of elements in some steps between two updates, and not in others.
@@ -158,6 +160,7 @@ class Decisions:
         Args:
             step: the step, counted from 0.
             scale: what sums are multiplied by to become gradients of the mean.
+            verdict: of this step.
             unit: what sums are multiplied by to be accumulated.
         """
         if not self.updates(step):

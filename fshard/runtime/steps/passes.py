@@ -58,6 +58,7 @@ class Passes:
         """Run the function on each microbatch.
 
         Args:
+            engine: runs its units.
             sink: an executor, or its part of one, which is told how far the pass is.
             parts: the microbatches.
             scale: what the loss is multiplied by for the backward; in a graph the seed of the backward, 0-dim.

@@ -59,6 +59,7 @@ class Prepared:
     """A program ready to run.
 
     Attributes:
+        engine: what runs its units.
         actions: what the ops of its schedule do.
         weighted: whether the loss is an ``fs.Mean``; None if nobody knows yet.
         route: the schedule as it runs; None if the program is gathered on demand.
@@ -104,6 +105,7 @@ class Programs:
         engine: makes the engine of a program.
         choices: what ``fs.Auto`` chose, by program.
         contests: of programs whose steps are timed to choose better.
+        made: the programs.
     """
 
     plan: Plan
@@ -347,6 +349,7 @@ def make_programs(
     """The programs of a step, of which there are none yet.
 
     Args:
+        running: how they run.
         accumulate: microbatches of a step.
         train: whether there is a backward.
         state: what updates take, and copies of the state.

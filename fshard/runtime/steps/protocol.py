@@ -80,6 +80,7 @@ class Meetings:
         """Compare what ranks are about to run, and open the communicators that it needs.
 
         Args:
+            executor: of this rank.
             terms: what must be equal.
             comms: the communicators of each pass.
             axes: those of the collectives that the program itself calls.
@@ -114,6 +115,7 @@ class Meetings:
         """Exchange how each rank's part went, and its numbers: one read of the device, and one exchange.
 
         Args:
+            executor: of this rank.
             end: how its part ended.
             tally: reads its numbers from the device; called if the part went well.
             columns: these numbers, or those of a part that did not go well, and the seconds that this rank was busy.

@@ -63,6 +63,7 @@ class Runner:
 
     Attributes:
         finder: finds the program of a batch.
+        latest: the latest run.
         rows: which sizes of batches must be equal on all ranks.
         parts: microbatches of the global batch, over ranks and accumulation.
         divisor: what gradients are divided by before they are summed.

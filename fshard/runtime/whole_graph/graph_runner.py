@@ -58,6 +58,7 @@ class GraphRunner(Runner):
     """Runs a loss function as graphs where it can.
 
     Args:
+        fn: the loss function.
         rules: the number of clipping rules.
         capture: captures the work of the device.
         mode: "step", or "segments" to leave collectives to the host.

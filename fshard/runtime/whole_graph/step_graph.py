@@ -53,6 +53,7 @@ class StepGraph:
 
     Attributes:
         key: what of a batch, and of the interpreter's modes, it holds for.
+        prepared: the program.
         shards: the memory of the state that it works on.
         batch: the batch in memory of its own, to which each batch is copied.
         parts: its microbatches.
