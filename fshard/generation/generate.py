@@ -177,6 +177,7 @@ class Generate:
         """Go on with prompts. Collective: ranks whose sequences have ended go along until those of all ranks have.
 
         Args:
+            state: the state.
             prompts: this rank's prompts: 1-D tensors of int64, or lists of ints, of any lengths; ranks may have unequal
                 numbers of them, or none. Ranks that differ along other axes than those of the data give the same.
             max_new: the most tokens of a sequence; the same on all ranks.

@@ -243,6 +243,7 @@ def own_rule(opt: Optimizer, hyper: Any, step: int) -> tuple[Optimizer | None, A
     """The innermost optimizer of a set of leaves, its hyper-parameters, and the number of its updates.
 
     Args:
+        opt: the optimizer.
         hyper: what it says of these leaves.
         step: the number of steps so far.
 

@@ -46,6 +46,7 @@ class Body:
     Args:
         template: the structure.
         params: the order of the parameters.
+        buffers: the order of the buffers.
         tracker: finds the buffers that a call changed.
         unit: the unit's name; empty for a whole model.
     """

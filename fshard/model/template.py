@@ -76,8 +76,10 @@ class Template:
     """A structure, compiled.
 
     Args:
+        root: the module.
         whole: the module that ``root`` is a part of.
         params: numbers of the parameters.
+        buffers: numbers of the buffers.
         shells: by identity, the modules that are units.
         around: by identity, the code around the calls of modules.
     """

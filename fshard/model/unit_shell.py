@@ -87,6 +87,7 @@ class UnitModules:
     """The modules of an instance that stand for those of a unit.
 
     Args:
+        tensors: the tensors of the instance.
         modules: the modules. The first gets a forward that refers to this object, so the reference to it is weak.
         scene: what the modules held at ``split``.
         flag: says whether tables were written to.

@@ -34,6 +34,7 @@ def piecewise(fn: Callable[..., Any], plan: Plan, given: Arguments, donate: bool
     Args:
         fn: the function.
         plan: a plan on the mesh, whose data axes are those of the batch.
+        given: its arguments.
         donate: whether the step takes their memory.
     """
     mesh = plan.mesh

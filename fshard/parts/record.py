@@ -45,6 +45,7 @@ class RecordedPass:
     Attributes:
         spec: what it runs.
         version: the number of the parameters that it reads.
+        found: its program.
         key: of the batch that it was given.
         means: the number of its auxiliary means.
         plain: whether some of these are plain means, of batches that must be of equal sizes on all ranks.

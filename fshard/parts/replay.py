@@ -43,6 +43,7 @@ class PassExecutor:
     """The executor of a step as one of its passes sees it.
 
     Attributes:
+        executor: the executor.
         first: the number of the pass's first microbatch among those of the step.
         reach: the program is at this compute op: whatever must precede it is done on return.
         settle: the compute op is over: start what can run beside the code that follows.

@@ -38,6 +38,7 @@ class Arguments:
 
     Attributes:
         state: its state: any pytree of states.
+        batch: its batch.
         states: the states, those in the batch behind the others.
         own: how many of them are not in the batch.
     """

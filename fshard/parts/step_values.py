@@ -273,6 +273,8 @@ class RunningMemory:
     """The memory of a state inside of a step function.
 
     Attributes:
+        running: the step.
+        plan: the plan.
         source: the parameters, or the update that makes them.
         origin: the number of the state, of those that the step was given.
         shards_made: the shards, with the optimizer's state, that the step has made; None for those of that state.

@@ -98,6 +98,7 @@ def joint_schedules(
     Args:
         staged: the program, cut into stages.
         plans: by position the plan of what its ranks hold, and what schedules know of its groups.
+        order: the order of the pipeline.
         policy: how schedules are built.
         train: whether there are gradients.
 

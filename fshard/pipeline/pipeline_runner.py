@@ -50,7 +50,9 @@ class PlannedStep:
     """A program cut into stages, and what each position does.
 
     Attributes:
+        staged: the program.
         ranks: the parts of all positions.
+        schedules: their schedules.
         lanes: the ways of messages between them.
         given: a microbatch, in words.
     """

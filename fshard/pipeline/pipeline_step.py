@@ -148,6 +148,7 @@ def order_of(table: StageTable, policy: Policy, microbatches: int, name: str = "
     """The order of a pipeline.
 
     Args:
+        table: the stages.
         policy: names the order, or has its text.
         microbatches: of a step.
         name: of the order, in the place of the policy's.

@@ -89,6 +89,8 @@ def rank_program(
     Args:
         staged: the program, cut into stages.
         plan: the plan of what they hold.
+        infos: its groups.
+        order: the order of the pipeline.
         train: whether there are gradients.
         most: the messages that may be under way on an edge.
     """

@@ -157,6 +157,7 @@ class StageEngine(Engine):
         """Run the first part of a backward, of the inputs of a stage.
 
         Args:
+            parted: the backward.
             calls: the calls of the stage, in the order of their backwards. Some may not lie between outputs and inputs.
             done: called when the gradients are there.
         """

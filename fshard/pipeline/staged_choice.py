@@ -53,6 +53,7 @@ class StagedOptions:
         task: what was tried.
         auto: what was asked for.
         rates: by which steps were simulated.
+        tried: the orders.
     """
 
     task: StagedTask

@@ -63,6 +63,7 @@ class StagedPasses(Passes):
     """The passes of the stages of one rank through the microbatches of a step.
 
     Attributes:
+        staged: the program.
         rank: this rank's part of it.
         mail: its messages.
     """

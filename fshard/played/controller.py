@@ -28,6 +28,7 @@ class PlayedJob:
     """A function that every rank runs on its slices.
 
     Attributes:
+        mesh: the virtual mesh.
         fn: from the slices of a rank to its results.
         inputs: specs of the arguments.
         outputs: returns the specs of the results, after a run.

@@ -21,6 +21,7 @@ class HostedProgress:
 
     Attributes:
         forward: the position of its forward among the compute ops of the step.
+        backward: that of its backward.
         turn: that of the first backward of its microbatch.
         ahead: computes by which it may come back ahead of its backward.
         place: ``"device"``, ``"leaving"``, ``"host"``, ``"coming"`` or ``"back"``.

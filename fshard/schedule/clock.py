@@ -144,6 +144,7 @@ class Fleet(Clock):
     """The clocks of all ranks of a mesh.
 
     Args:
+        schedule: the schedule.
         costs: what ops cost.
         mesh: the ranks.
         noise: how they differ.

@@ -31,6 +31,7 @@ class NamedLink:
 
     Attributes:
         link: its rate in one direction, and its latency.
+        what: what it is.
         source: where its rate is stated.
     """
 

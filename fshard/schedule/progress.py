@@ -38,6 +38,7 @@ class Fill:
         gradient: the name of the group.
         completes: the position of the last op that fills it, among the compute ops of the step, by microbatch.
         first: the first microbatch of the pass that fills it.
+        last: the last one.
     """
 
     gradient: str
@@ -168,6 +169,8 @@ def _fills(each: Pass, groups: Sequence[GroupInfo], first: int, start: int) -> d
     """Return what a pass fills, by the name of the group that is read.
 
     Args:
+        each: the pass.
+        groups: all groups.
         first: its first microbatch.
         start: the position of its first compute op.
     """

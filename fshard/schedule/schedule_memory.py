@@ -106,6 +106,8 @@ def plan_memory(
     """Lifetimes of everything that these ops hold, and offsets of what lies in the arena.
 
     Args:
+        ops: the ops.
+        groups: the groups.
         stages: what the step does.
         fixed: whether gradients that wait for updates keep their memory, as a graph of the step needs.
     """

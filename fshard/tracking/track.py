@@ -32,6 +32,7 @@ class ProfileWindow:
     Args:
         mesh: the mesh, for its device and the number of this rank.
         first: the first step.
+        last: the last one.
         folder: the folder of the file ``rank0.json``.
     """
 

@@ -74,6 +74,7 @@ class Recorder:
 
     Args:
         to: trackers, which are closed at the end; or what ``fs.track`` made, which stays open.
+        step: the train step.
         steps: the last step.
         evaluate: a function of the state.
         every: the number of steps between two evaluations.

@@ -81,6 +81,7 @@ class Updating:
 
         Args:
             step: the number of updates so far, for the leaves that have had most.
+            grads: the gradients.
             divisors: what gradients are divided by, for each rule of clipping.
             rule: the optimizer with the learning rate of this update, see ``fixed``.
             unit: what residuals are multiplied by, so that a state can keep them.

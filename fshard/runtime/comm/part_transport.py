@@ -32,6 +32,7 @@ class PartTransport(ProcessTransport):
     learn of it.
 
     Args:
+        mesh: the part of the mesh.
         whole: joins the ranks of all parts.
     """
 

@@ -79,6 +79,7 @@ def microbatches(batch: Any, count: int, spec: P = P()) -> list[Any]:  # noqa: B
     Where ``count`` does not divide the rows, the first parts have one more: ``check_even`` says for whom that is wrong.
 
     Args:
+        batch: the batch.
         count: how many parts.
         spec: how ranks share the global batch.
 
@@ -213,6 +214,7 @@ class BatchWatch:
     """Watches the tensors of a batch while a function of it runs.
 
     Args:
+        batch: the batch.
         train: whether gradients flow through what is made of it.
 
     Raises:
@@ -272,6 +274,7 @@ def check_kept(batch: Any, before: Sequence[Any]) -> None:
     """Refuse objects of a batch in which a function that ran on fake tensors left some.
 
     Args:
+        batch: the batch.
         before: what ``held`` said of its opaque leaves before.
 
     Raises:

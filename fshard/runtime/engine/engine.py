@@ -82,6 +82,7 @@ class Engine:
     """Runs a program's units on slots. One is made for each distinct program of a step.
 
     Args:
+        plan: the plan.
         sink: receives the gradients of leaves.
         remat: which units are computed again in their backward.
         traits: what is known of the program.

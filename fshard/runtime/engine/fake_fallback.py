@@ -52,7 +52,11 @@ def needs_values(error: Exception) -> bool:
 
 
 class FakeFallback(TorchDispatchMode):
-    """Enter it inside of a fake mode: an error of an operator counts only if its kernel raises one, too."""
+    """Enter it inside of a fake mode: an error of an operator counts only if its kernel raises one, too.
+
+    Args:
+        mode: the fake mode.
+    """
 
     def __init__(self, mode: FakeTensorMode) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

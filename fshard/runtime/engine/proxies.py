@@ -103,6 +103,7 @@ class Parameters:
     """Slot leaves, and proxies for the leaves that units alone may read.
 
     Args:
+        plan: the plan.
         slots: the slots of its groups.
         root: ids of the groups that code outside of units reads; None if the program is not known, and may read all.
 

@@ -86,6 +86,7 @@ class Called(NamedTuple):
     Attributes:
         name: its name in the schedule.
         params: its parameter tree, of slot leaves.
+        leaves: the leaves of that.
         function: the unit as a function of its other arguments.
         reads: what it reads.
         stopped: whether no gradient flows into some of these leaves.

@@ -45,6 +45,7 @@ class Actions:
 
     Args:
         slots: the groups' memory in the arena.
+        comms: the communicators.
         gradients: what takes the gradients of leaves.
         resident: the shards.
         poison: fill freed ranges with nan, so that reading one cannot go unnoticed.
@@ -89,6 +90,7 @@ class Actions:
         """Begin a step.
 
         Args:
+            shards: the shards.
             update: the update that the step before left, or with ``own`` that of this step.
             own: whether the update is that of this step.
             accumulated: what is added to the gradients of the step, and times what, by group id.

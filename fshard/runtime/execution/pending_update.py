@@ -44,6 +44,7 @@ class PendingUpdate:
     Attributes:
         opt: the update rule.
         step: the number of the step, counted from 0.
+        grads: the gradients.
         scale: what gradients are divided by, for each rule of clipping; None for 1.
         rounding: what updates those groups that are rounded stochastically; None if there are none.
         unit: what residuals are multiplied by, so that a state can keep them.
@@ -201,7 +202,11 @@ class PendingUpdate:
 
 @dataclass(eq=False)
 class Several:
-    """The updates of several parts of one state, which have no leaf in common, as one."""
+    """The updates of several parts of one state, which have no leaf in common, as one.
+
+    Attributes:
+        parts: the updates.
+    """
 
     parts: tuple[PendingUpdate, ...]
 
@@ -276,6 +281,7 @@ class Update:
     """A step's part in the update of a state, and the groups that lack the parts that other ranks update.
 
     Args:
+        shards: the shards.
         pending: the update; None if it was applied.
         stale: the groups whose shards lack what other ranks updated; those that are whole again are taken out of it.
         numbers: those that its rule reads in the place of its own, in a graph.

@@ -56,6 +56,7 @@ class Replicas:
     """Sums shards over replicas.
 
     Args:
+        comms: the communicators.
         kernels: compiled ones that pack.
         found: the matrices that travel as products, by group id.
         under_way: sums of such products that are still held. At most one has not sent its second factors.
@@ -70,6 +71,7 @@ class Replicas:
         """Begin to complete a gradient. ``own`` holds what this rank updates when the handle was waited for.
 
         Args:
+            group: the group.
             shard: this rank's shard of the gradient, which holds all microbatches.
             own: the shard itself; or, where its ranks update a part of it each, room for this rank's part. The memory
                 of ``shard`` goes when that is complete.

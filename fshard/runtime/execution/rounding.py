@@ -48,6 +48,7 @@ class Rounding:
     """Updates that are computed in float32 and rounded stochastically.
 
     Args:
+        plan: the plan.
         seed: of the random bits.
         groups: the ids of the groups that it is for.
     """

@@ -87,6 +87,7 @@ def rows_gathered(comm: Communicator, full: Tensor, shard: Tensor, numel: int) -
     """Start an all-gather of rounded rows, which arrive where units read them: payloads, and behind them scales.
 
     Args:
+        comm: the communicator.
         full: bytes for all rows.
         shard: this rank's.
         numel: the elements of all rows, each a byte of the payload.
@@ -125,6 +126,7 @@ def updated(comm: Communicator, own: Tensor, param: Tensor, held: Tensor, form: 
         own: the exact values of this rank's part.
         param: the shard as all of them hold it, which is the same on all of them after the wait.
         held: this rank's part of it.
+        form: the format.
     """
     sent = packed(own - held, form)
     rows = sent.new_empty((comm.size, sent.numel()))

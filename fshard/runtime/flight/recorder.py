@@ -53,6 +53,7 @@ class Flight:
     """The record of one rank.
 
     Args:
+        rank: this rank.
         ranks: how many there are.
 
     Attributes:

@@ -41,6 +41,7 @@ class Offload:
         The copy comes after all that the current stream was given so far, whoever has read the buffer.
 
         Args:
+            group: its group.
             target: the buffer to be gathered, rank-major.
             shard: this rank's part, in host memory.
 

@@ -55,6 +55,7 @@ class BufferLayout:
 
     Attributes:
         length: its elements.
+        dtype: their dtype.
         forms: the form of each leaf's state, by the leaf's number in the group; leaves may be missing.
         ranges: the range of each leaf's state in the buffer, by the leaf's number.
         plain: whether the ranges are those of the leaves in the shard of parameters.

@@ -96,6 +96,7 @@ def opened(
     None on one rank, where rates were given, where activations are not known, or if nothing else is worth timing.
 
     Args:
+        comms: the communicators.
         choice: by foresight.
         auto: what was asked for.
         contenders: gives the policies to time, of the bytes that a rank may take.

@@ -93,6 +93,7 @@ class Programs:
     """Makes and keeps the programs that a step has met.
 
     Attributes:
+        plan: the plan.
         policy: how schedules are built.
         accumulate: microbatches of a step.
         train: whether there is a backward.
@@ -243,6 +244,8 @@ class Programs:
         """A program with memory and without a schedule of its own.
 
         Args:
+            found: the program.
+            arena: the arena.
             offsets: where ``param:`` items of its groups lie.
             beside: the actions of another program that reads the same shards in the same step.
         """
@@ -349,6 +352,7 @@ def make_programs(
     """The programs of a step, of which there are none yet.
 
     Args:
+        plan: the plan.
         running: how they run.
         accumulate: microbatches of a step.
         train: whether there is a backward.

@@ -59,6 +59,7 @@ class GraphRunner(Runner):
 
     Args:
         fn: the loss function.
+        programs: the programs.
         rules: the number of clipping rules.
         capture: captures the work of the device.
         mode: "step", or "segments" to leave collectives to the host.

@@ -122,6 +122,8 @@ def graph_problems(plan: Plan, opt: Optimizer, options: Options, capture: Captur
     """Say why no step of these options can be captured.
 
     Args:
+        plan: the plan.
+        opt: the optimizer.
         options: of the step.
         capture: what captures the work of the mesh's device; None if nothing does.
         mode: ``Policy(graph=)``.
