@@ -87,22 +87,14 @@ class ScheduledSamples(ScheduledFunction):
         assert self.tool.clip_norm is not None
         return clipping(self.norms[-1], self.tool.clip_norm)
 
-    def clipped(self, params: Any, batch: Any, real: int | None) -> tuple[dict[str, Any], Tensor]:
-        """The sum of clipped gradients, and the norms of samples."""
-        self.norms.clear()
-        self.real = real
-        self.run(params, [], batch)
+    def clipped(self) -> tuple[dict[str, Any], Tensor]:
+        """The sum of clipped gradients of the latest run, and the norms of samples."""
         homes = self.programs.memory.homes
         # Copies: the next call overwrites the buffers of this one. A run that left its schedule has run twice.
         chunks = {group: homes[group].clone() for group in self._trained}
         total = FlatTree(self.form, chunks | self.form.zero_chunks()).tree()
         # Without marks of shards, which draws of noise have none of either.
         return tree.mapped(Tensor.detach, total), torch.cat(self.norms[-self.parts :])
-
-    def each(self, params: Any, batch: Any, real: int | None) -> dict[str, Any]:
-        """The gradient of each sample."""
-        self.run(params, [], batch)
-        return held_by(self.tape, self.plan, real)
 
 
 class SampleTool(MayBeScheduled):
@@ -137,8 +129,8 @@ class SampleTool(MayBeScheduled):
             self._parted[parts] = Schedules(self.plan, functools.partial(ScheduledSamples, self, parts), 0)
         return self._parted[parts]
 
-    def _scheduled(self, params: Any, batch: Any) -> ScheduledSamples | None:
-        """The scheduled function for arguments, which are checked; None if the call has none."""
+    def _scheduled(self, params: Any, batch: Any, real: int | None) -> ScheduledSamples | None:
+        """The scheduled function that has run on arguments, which are checked; None if the call has none."""
         self._check(params, batch)
         self._schedules = self._in(1)
         if (found := self._found(batch, params)) is not None:
@@ -148,7 +140,11 @@ class SampleTool(MayBeScheduled):
                 return None
             self._schedules = self._in(parts)
             found = self._found(batch, params)
-        return found if isinstance(found, ScheduledSamples) else None
+        if not isinstance(found, ScheduledSamples):
+            return None
+        found.norms.clear()
+        found.real = real
+        return None if self._outcome(found, params, [], batch) is None else found
 
     def _parts(self, batch: Any) -> tuple[int, int]:
         """The parts in which all ranks run their batches, and the fewest rows of a rank."""
@@ -208,8 +204,8 @@ class SampleGradients(SampleTool):
             PeerError: another rank failed.
         """
         batch, real = filled(batch)
-        if (scheduled := self._scheduled(params, batch)) is not None:
-            return scheduled.each(params, batch, real)
+        if (scheduled := self._scheduled(params, batch, real)) is not None:
+            return held_by(scheduled.tape, self.plan.here, real)
         trained, rest, ranks = self._met(params, batch)
         with cutting(self.plan.mesh):
             whole = dict(tree.paths(gather_all(self.plan, {**rest, **trained})))
@@ -241,8 +237,8 @@ class ClippedGradient(SampleTool):
             PeerError: another rank failed.
         """
         batch, real = filled(batch)
-        if (scheduled := self._scheduled(params, batch)) is not None:
-            return scheduled.clipped(params, batch, real)
+        if (scheduled := self._scheduled(params, batch, real)) is not None:
+            return scheduled.clipped()
         trained, rest, ranks = self._met(params, batch)
         with cutting(self.plan.mesh):
             pulled: Any = torch.func.vjp(lambda p: gather_some(self.plan, p, True), trained)
