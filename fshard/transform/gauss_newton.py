@@ -88,6 +88,7 @@ class GaussNewtonProduct(MayBeScheduled):
                 pushed: Any = self.pushing.run(
                     lambda: forward(outputs, (at,), (along,)), lambda: _pushed(outputs, at, along)
                 )
+                product: Flat
                 (product,) = vjp(outputs, at)[1](self._curved(batch, pushed[0], pushed[1]))
                 return product
 
