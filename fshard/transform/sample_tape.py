@@ -44,11 +44,12 @@ class LayerPart(NamedTuple):
         return self._scattered(at, self.right, rows * len(leaf)).view(rows, *leaf.shape)
 
     def summed(self, leaf: Tensor, factor: Tensor) -> Tensor:
-        """The sum of the samples' gradients, each times its factor."""
-        weighted = self.right * factor.to(self.right).view(-1, 1, 1)
+        """The sum of the samples' gradients, each times its factor. Samples without a factor do not count."""
+        left, right = self.left[: len(factor)], self.right[: len(factor)]
+        weighted = right * factor.to(right).view(-1, 1, 1)
         if self.kind == "linear":
-            return self.left.flatten(0, 1).mT @ weighted.flatten(0, 1)
-        return self._scattered(self.left, weighted, len(leaf))
+            return left.flatten(0, 1).mT @ weighted.flatten(0, 1)
+        return self._scattered(left, weighted, len(leaf))
 
     @staticmethod
     def _scattered(at: Tensor, values: Tensor, count: int) -> Tensor:
@@ -110,7 +111,9 @@ class SampleTape:
         out: Flat = {}
         held, layers = self.held.pop(place, {}), self.layers.pop(place, {})
         for path in dict.fromkeys((*held, *layers)):
-            found = [torch.tensordot(factor.to(g), g, 1) for g in [held.pop(path)]] if path in held else []
+            found = (
+                [torch.tensordot(factor.to(g), g[: len(factor)], 1) for g in [held.pop(path)]] if path in held else []
+            )
             found += [part.summed(shapes[path], factor) for part in layers.pop(path, ())]
             out[path] = functools.reduce(torch.add, found)
         return out

@@ -13,10 +13,9 @@ from torch import Tensor
 from fshard import tree
 from fshard.arguments import expect
 from fshard.collectives.scope import cutting
-from fshard.errors import BatchError, PlanError, lines
+from fshard.errors import PlanError
 from fshard.model.remat_function import exact
 from fshard.runtime.comm import announce, collective_call, mesh_communicator
-from fshard.runtime.engine import leading_dims
 from fshard.runtime.engine.batch import along_rows, check_device
 from fshard.runtime.steps.batch_rows import BatchRows
 from fshard.runtime.steps.step_options import read_running
@@ -31,7 +30,7 @@ from fshard.transform.linearized import keeps
 from fshard.transform.meeting import LossMeeting, meeting
 from fshard.transform.sample_engine import SampleEngine, SampleFinder
 from fshard.transform.sample_tape import OUTSIDE, Flat, SampleTape
-from fshard.transform.sample_units import SampleLoss, of_rows
+from fshard.transform.sample_units import SampleLoss, cut_rows, filled, of_rows, row_count
 from fshard.transform.scheduled_function import MayBeScheduled, ScheduledFunction, Schedules
 from fshard.transform.sharded_loss import LossFn, check_loss
 from fshard.transform.tangent_plan import frozen
@@ -50,6 +49,7 @@ class ScheduledSamples(ScheduledFunction):
     Attributes:
         tape: the gradients that the latest backward has left.
         norms: the norms of samples, by part.
+        real: how many rows of a part count; None for all.
     """
 
     def __init__(self, tool: "SampleTool", parts: int, plan: Plan, exact: Plan) -> None:
@@ -61,6 +61,7 @@ class ScheduledSamples(ScheduledFunction):
         )
         trained = frozenset(path for path, leaf in plan.leaves.items() if leaf.trainable)
         self.shapes = {path: torch.empty(plan.leaves[path].shape, device="meta") for path in trained}
+        self.real: int | None = None
         loss, clips = SampleLoss(tool.loss_fn, plan, self.tape), tool.clip_norm is not None
         policy = Policy(reshard=tool.reshard, accumulation="full" if parts > 1 else "sharded")
         make = functools.partial(SampleEngine, tape=self.tape, paths=trained)
@@ -82,25 +83,18 @@ class ScheduledSamples(ScheduledFunction):
         dtype = functools.reduce(
             torch.promote_types, [self.plan.leaves[path].dtype for path in self.shapes], torch.float32
         )
-        self.norms.append(self.tape.norms(self.shapes, dtype, self.plan.mesh.device))
+        self.norms.append(self.tape.norms(self.shapes, dtype, self.plan.mesh.device)[: self.real])
         assert self.tool.clip_norm is not None
         return clipping(self.norms[-1], self.tool.clip_norm)
 
-    def clipped(self, params: Any, batch: Any) -> tuple[dict[str, Any], Tensor]:
-        """The sum of clipped gradients, and the norms of samples."""
-        self.norms.clear()
-        self.run(params, [], batch)
+    def clipped(self) -> tuple[dict[str, Any], Tensor]:
+        """The sum of clipped gradients of the latest run, and the norms of samples."""
         homes = self.programs.memory.homes
         # Copies: the next call overwrites the buffers of this one. A run that left its schedule has run twice.
         chunks = {group: homes[group].clone() for group in self._trained}
         total = FlatTree(self.form, chunks | self.form.zero_chunks()).tree()
         # Without marks of shards, which draws of noise have none of either.
         return tree.mapped(Tensor.detach, total), torch.cat(self.norms[-self.parts :])
-
-    def each(self, params: Any, batch: Any) -> dict[str, Any]:
-        """The gradient of each sample."""
-        self.run(params, [], batch)
-        return held_by(self.tape, self.plan)
 
 
 class SampleTool(MayBeScheduled):
@@ -135,8 +129,8 @@ class SampleTool(MayBeScheduled):
             self._parted[parts] = Schedules(self.plan, functools.partial(ScheduledSamples, self, parts), 0)
         return self._parted[parts]
 
-    def _scheduled(self, params: Any, batch: Any) -> ScheduledSamples | None:
-        """The scheduled function for arguments, which are checked; None if the call has none."""
+    def _scheduled(self, params: Any, batch: Any, real: int | None) -> ScheduledSamples | None:
+        """The scheduled function that has run on arguments, which are checked; None if the call has none."""
         self._check(params, batch)
         self._schedules = self._in(1)
         if (found := self._found(batch, params)) is not None:
@@ -146,7 +140,11 @@ class SampleTool(MayBeScheduled):
                 return None
             self._schedules = self._in(parts)
             found = self._found(batch, params)
-        return found if isinstance(found, ScheduledSamples) else None
+        if not isinstance(found, ScheduledSamples):
+            return None
+        found.norms.clear()
+        found.real = real
+        return None if self._outcome(found, params, [], batch) is None else found
 
     def _parts(self, batch: Any) -> tuple[int, int]:
         """The parts in which all ranks run their batches, and the fewest rows of a rank."""
@@ -155,7 +153,7 @@ class SampleTool(MayBeScheduled):
     def _check(self, params: Any, batch: Any) -> None:
         self.plan.check_tree(params, whole=False)
         check_device(batch, self.plan.mesh.device)
-        _rows(batch)
+        row_count(batch)
 
     def _met(self, params: Any, batch: Any) -> tuple[Flat, Flat, LossMeeting]:
         """The trainable leaves, the others, and the ranks, when all have checked their arguments."""
@@ -205,13 +203,14 @@ class SampleGradients(SampleTool):
             TreeError, BatchError: arguments that do not fit, alike on all ranks.
             PeerError: another rank failed.
         """
-        if (scheduled := self._scheduled(params, batch)) is not None:
-            return scheduled.each(params, batch)
+        batch, real = filled(batch)
+        if (scheduled := self._scheduled(params, batch, real)) is not None:
+            return held_by(scheduled.tape, self.plan.here, real)
         trained, rest, ranks = self._met(params, batch)
         with cutting(self.plan.mesh):
             whole = dict(tree.paths(gather_all(self.plan, {**rest, **trained})))
         tape = ranks.all_ranks("the gradients", lambda: self._taped(whole, list(trained), batch))
-        return held_by(tape, self.plan)
+        return held_by(tape, self.plan, real)
 
 
 class ClippedGradient(SampleTool):
@@ -237,13 +236,14 @@ class ClippedGradient(SampleTool):
             TreeError, BatchError: arguments that do not fit, alike on all ranks.
             PeerError: another rank failed.
         """
-        if (scheduled := self._scheduled(params, batch)) is not None:
-            return scheduled.clipped(params, batch)
+        batch, real = filled(batch)
+        if (scheduled := self._scheduled(params, batch, real)) is not None:
+            return scheduled.clipped()
         trained, rest, ranks = self._met(params, batch)
         with cutting(self.plan.mesh):
             pulled: Any = torch.func.vjp(lambda p: gather_some(self.plan, p, True), trained)
             fixed = gather_some(self.plan, rest, False)
-        total, norms = ranks.all_ranks("the gradients", lambda: self._summed(fixed, pulled[0], batch))
+        total, norms = ranks.all_ranks("the gradients", lambda: self._summed(fixed, pulled[0], batch, real))
         with cutting(self.plan.mesh):
             (summed,) = pulled[1](total)
             return zero_filled(self.plan, summed, rest), norms
@@ -252,18 +252,18 @@ class ClippedGradient(SampleTool):
         """The most parts in which any rank runs its batch, and the fewest rows of any. Collective."""
         if self.microbatch is None:
             return 1, 1
-        rows = _rows(batch)
+        rows = row_count(batch)
         met = announce(mesh_communicator(self.plan.here.mesh), self.call, [rows, -(-rows // self.microbatch)])
         return max([parts for _, parts in met]), min([rows for rows, _ in met])
 
-    def _summed(self, fixed: Flat, whole: Flat, batch: Any) -> tuple[Flat, Tensor]:
+    def _summed(self, fixed: Flat, whole: Flat, batch: Any, real: int | None) -> tuple[Flat, Tensor]:
         """This rank's sum, of whole leaves, and the norms."""
         total = {path: torch.zeros_like(leaf) for path, leaf in whole.items()}
         dtype = functools.reduce(torch.promote_types, [leaf.dtype for leaf in whole.values()], torch.float32)
         norms = []
-        for part in _cut(batch, self.microbatch):
+        for part in cut_rows(batch, self.microbatch):
             tape = self._taped({**fixed, **whole}, list(whole), part)
-            norms.append(tape.norms(whole, dtype, self.plan.mesh.device))
+            norms.append(tape.norms(whole, dtype, self.plan.mesh.device)[:real])
             for place in tape.places:
                 for path, g in tape.summed(place, whole, clipping(norms[-1], self.clip_norm)).items():
                     total[path] = total[path] + g
@@ -275,8 +275,14 @@ def clipping(norms: Tensor, limit: float) -> Tensor:
     return (limit / norms).clamp(max=1.0)
 
 
-def held_by(tape: SampleTape, plan: Plan) -> dict[str, Any]:
-    """The gradient of each sample by each trained leaf, ``(rows, *shape)``, in the dtype of the leaf, as a tree."""
+def held_by(tape: SampleTape, plan: Plan, real: int | None) -> dict[str, Any]:
+    """The gradient of each sample by each trained leaf, ``(rows, *shape)``, in the dtype of the leaf, as a tree.
+
+    Args:
+        tape: what a backward has left.
+        plan: the plan.
+        real: how many rows count; None for all.
+    """
     out = {}
     for path, leaf in plan.leaves.items():
         parts = [at.pop(path) for at in tape.held.values() if path in at]
@@ -285,15 +291,15 @@ def held_by(tape: SampleTape, plan: Plan) -> dict[str, Any]:
         elif leaf.trainable:
             out[path] = torch.zeros((tape.rows, *leaf.shape), dtype=leaf.dtype, device=plan.mesh.device)
     tape.begin(0)
-    return tree.nest(out)
+    return tree.nest({path: grads[:real] for path, grads in out.items()})
 
 
 def per_sample_grad(loss_fn: LossFn, plan: Plan, *, reshard: bool | None = None) -> SampleGradients:
     """The gradient of each sample's own loss: ``per_sample_grad(loss_fn, plan)(params, batch)``.
 
     Args:
-        loss_fn: as for ``fs.make_train_step``; it is called with batches of one row. An ``fs.Mean`` counts as
-            the mean of that row.
+        loss_fn: as for ``fs.make_train_step``; it is called with batches of one row, and a rank may have no samples. An
+            ``fs.Mean`` counts as the mean of that row.
         plan: the plan.
         reshard: free a unit's parameters after its forward, and gather them again for its backward. None chooses False
             for models whose parameters take up to 128 MiB.
@@ -358,14 +364,6 @@ def clipped_grad(
     return ClippedGradient(loss_fn, plan, float(clip_norm), microbatch, reshard)
 
 
-def _cut(batch: Any, rows: int | None) -> list[Any]:
-    """A batch in parts of so many rows."""
-    leaves, spec = tree.flatten(batch)
-    count = 1 if rows is None else -(-_rows(batch) // rows)
-    cut = [torch.split(x, rows or len(x)) if isinstance(x, Tensor) and x.ndim else [x] * count for x in leaves]
-    return [tree.unflatten(spec, list(part)) for part in zip(*cut, strict=True)]
-
-
 def _check_whole(plan: Plan, what: str) -> None:
     """Refuse samples or leaves that several ranks have parts of: each rank would clip its part as if it were all."""
     spec = plan.batch
@@ -381,15 +379,3 @@ def _check_whole(plan: Plan, what: str) -> None:
             f"{list(cut[0].shape)} by {cut[0].compute}, and the gradient of a sample is that of whole leaves: take it "
             f"on a mesh on which the axes {cut[0].compute.axes} have one rank, for example from a checkpoint"
         )
-
-
-def _rows(batch: Any) -> int:
-    """The number of rows of a batch."""
-    dims = leading_dims(batch)
-    if not dims or len(set(dims)) > 1 or not dims[0]:
-        shapes = [f"leaf {i}: {list(x.shape)}" for i, x in enumerate(tree.leaves(batch)) if isinstance(x, Tensor)]
-        head = "the tensors of the batch do not have one row a sample:"
-        raise BatchError(
-            lines(head, shapes, "Give tensors with the samples along dim 0, at least one; 0-dim ones go to all.")
-        )
-    return dims[0]

@@ -263,8 +263,13 @@ def test_what_cannot_be_cut_is_named() -> None:
     batch = {"x": torch.ones(6, 4), "table": torch.ones(3)}
     with pytest.raises(BatchError, match=r"batch\['table'\] has shape \[3\]\n  batch\['x'\] has shape \[6, 4\]"):
         _step(accumulate=2)(_state(), batch)
-    with pytest.raises(BatchError, match=r"batch\['x'\] is a ndarray"):
-        _step(accumulate=2)(_state(), {"x": torch.ones(6, 4).numpy()})
+    for x, says in (
+        (torch.ones(6, 4).numpy(), "a ndarray, no tensor"),
+        (torch.eye(6, 4).to_sparse(), "a tensor of torch.sparse_coo"),
+        (torch.nested.nested_tensor([torch.ones(n, 4) for n in (1, 2)], layout=torch.jagged), "a nested tensor"),
+    ):
+        with pytest.raises(BatchError, match=rf"(?s)accumulate=2.*batch\['x'\]: {says}"):
+            _step(accumulate=2)(_state(), {"x": x})
 
 
 def test_what_is_uneven_is_said() -> None:
