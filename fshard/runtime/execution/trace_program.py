@@ -295,9 +295,8 @@ def _traced_in(
         engine.stop()
         check_kept(batch, objects)
     groups = {name: list(reads.groups) for name, reads in engine.units.reads.items()}
-    activations.turn()
-    if not train:
-        activations.turn()  # what would be the backward of the code between units
+    for _ in range(2 - train):
+        activations.turn()  # the second stands for a backward of the code between units
     idle = _unmoved(plan, moved) if train else ()
     inner, program = frozenset(engine.inner), program_of(seen, groups)
     needs = copies.told(program, activations.needs) if hosted is not None else tuple(activations.needs)
