@@ -12,7 +12,7 @@ import pytest
 
 import fshard
 from fshard.runtime.comm import stacks
-from fshard.runtime.comm.call_site import call_site
+from fshard.runtime.comm.call_site import CALLS, call_site
 from fshard.runtime.comm.stacks import CodePlace, stack_of
 
 ROOT = Path(fshard.__file__).parent
@@ -183,3 +183,14 @@ over.set()
 def test_looks_at_a_thread_that_runs_do_not_end_the_process() -> None:
     done = subprocess.run([sys.executable, "-c", BUSY, "5"], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, (done.returncode, done.stderr[-2000:])
+
+
+def test_calls_of_objects_have_the_names_that_users_know_them_by() -> None:
+    named = 0
+    for file in ROOT.rglob("*.py"):
+        for made in ast.walk(ast.parse(file.read_text())):
+            for fn in made.body if isinstance(made, ast.ClassDef) else ():
+                if isinstance(fn, ast.FunctionDef) and "collective_call" in map(ast.unparse, fn.decorator_list):
+                    assert f"{made.name}.{fn.name}" in CALLS, (file, made.name)
+                    named += 1
+    assert named > 20
