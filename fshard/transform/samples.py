@@ -184,7 +184,8 @@ class SampleTool(MayBeScheduled):
 
             tape.begin(len(rows[0]))
             by = {path: leaves[path] for path in paths}
-            tape.held[OUTSIDE] = torch.vmap(torch.func.grad(one), (None, 0))(by, rows)
+            for path, grad in torch.vmap(torch.func.grad(one), (None, 0))(by, rows).items():
+                tape.hold(OUTSIDE, path, grad)
             return tape
         own = {path: leaf.detach().requires_grad_(path in paths) for path, leaf in leaves.items()}
         with torch.enable_grad(), exact():
@@ -264,7 +265,7 @@ class ClippedGradient(SampleTool):
         for part in _cut(batch, self.microbatch):
             tape = self._taped({**fixed, **whole}, list(whole), part)
             norms.append(tape.norms(whole, dtype, self.plan.mesh.device))
-            for place in tape.places:
+            for place in list(tape.calls):
                 for path, g in tape.summed(place, whole, clipping(norms[-1], self.clip_norm)).items():
                     total[path] = total[path] + g
         return total, torch.cat(norms)
@@ -279,7 +280,7 @@ def held_by(tape: SampleTape, plan: Plan) -> dict[str, Any]:
     """The gradient of each sample by each trained leaf, ``(rows, *shape)``, in the dtype of the leaf, as a tree."""
     out = {}
     for path, leaf in plan.leaves.items():
-        parts = [at.pop(path) for at in tape.held.values() if path in at]
+        parts = [part.left for left in tape.calls.values() for part in left.pop(path, ())]
         if parts:
             out[path] = functools.reduce(torch.add, parts).to(leaf.dtype).contiguous()
         elif leaf.trainable:
