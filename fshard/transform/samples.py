@@ -18,6 +18,7 @@ from fshard.model.remat_function import exact
 from fshard.runtime.comm import announce, collective_call, mesh_communicator
 from fshard.runtime.engine import leading_dims
 from fshard.runtime.engine.batch import along_rows, check_device
+from fshard.runtime.steps.backends import check_backend
 from fshard.runtime.steps.batch_rows import BatchRows
 from fshard.runtime.steps.step_options import read_running
 from fshard.schedule.policy import Policy
@@ -68,7 +69,7 @@ class ScheduledSamples(ScheduledFunction):
             loss,
             plan,
             exact if clips else frozen(exact),
-            read_running(policy, False),
+            read_running(policy, False, tool.compile),
             tool.call,
             True,
             accumulate=parts,
@@ -111,16 +112,24 @@ class SampleTool(MayBeScheduled):
         plan: the plan.
         call: what ranks call it when they compare their calls.
         reshard: whether units are gathered again in each pass; None for models of which that saves memory.
+        compile: the backend of unit graphs.
         clip_norm: the largest norm of a sample's gradient; None where gradients are asked for themselves.
     """
 
     def __init__(
-        self, loss_fn: LossFn, plan: Plan, call: str, reshard: bool | None, clip_norm: float | None = None
+        self,
+        loss_fn: LossFn,
+        plan: Plan,
+        call: str,
+        reshard: bool | None,
+        compile: str | None,
+        clip_norm: float | None = None,
     ) -> None:
         check_loss(loss_fn, plan)
+        check_backend(compile)
         expect(call, [("reshard", reshard, (bool, type(None)), "True, False or None")])
         _check_whole(plan, call)
-        self.loss_fn, self.plan, self.call, self.clip_norm = loss_fn, plan, call, clip_norm
+        self.loss_fn, self.plan, self.call, self.compile, self.clip_norm = loss_fn, plan, call, compile, clip_norm
         self.reshard = not keeps(plan) if reshard is None else reshard
         self._parted: dict[int, Schedules] = {}
         self._schedules = self._in(1)
@@ -225,9 +234,15 @@ class ClippedGradient(SampleTool):
     clip_norm: float
 
     def __init__(
-        self, loss_fn: LossFn, plan: Plan, clip_norm: float, microbatch: int | None, reshard: bool | None
+        self,
+        loss_fn: LossFn,
+        plan: Plan,
+        clip_norm: float,
+        microbatch: int | None,
+        reshard: bool | None,
+        compile: str | None,
     ) -> None:
-        super().__init__(loss_fn, plan, "clipped_grad", reshard, clip_norm)
+        super().__init__(loss_fn, plan, "clipped_grad", reshard, compile, clip_norm)
         self.microbatch = microbatch
 
     @collective_call
@@ -289,7 +304,9 @@ def held_by(tape: SampleTape, plan: Plan) -> dict[str, Any]:
     return tree.nest(out)
 
 
-def per_sample_grad(loss_fn: LossFn, plan: Plan, *, reshard: bool | None = None) -> SampleGradients:
+def per_sample_grad(
+    loss_fn: LossFn, plan: Plan, *, reshard: bool | None = None, compile: str | None = None
+) -> SampleGradients:
     """The gradient of each sample's own loss: ``per_sample_grad(loss_fn, plan)(params, batch)``.
 
     Args:
@@ -298,6 +315,8 @@ def per_sample_grad(loss_fn: LossFn, plan: Plan, *, reshard: bool | None = None)
         plan: the plan.
         reshard: free a unit's parameters after its forward, and gather them again for its backward. None chooses False
             for models whose parameters take up to 128 MiB.
+        compile: as for ``fs.make_train_step``, of the graphs of a unit of all samples, which calls on a schedule run:
+            ``print(grads.units)``.
 
     Returns:
         The function. It returns a tree of the trainable leaves, each of shape ``(rows of this rank's batch, *whole leaf
@@ -315,11 +334,17 @@ def per_sample_grad(loss_fn: LossFn, plan: Plan, *, reshard: bool | None = None)
     >>> grads({"w": w.flatten()}, torch.ones(3, 2))["w"].shape
     torch.Size([3, 2, 2])
     """
-    return SampleGradients(loss_fn, plan, "per_sample_grad", reshard)
+    return SampleGradients(loss_fn, plan, "per_sample_grad", reshard, compile)
 
 
 def clipped_grad(
-    loss_fn: LossFn, plan: Plan, clip_norm: float, *, microbatch: int | None = None, reshard: bool | None = None
+    loss_fn: LossFn,
+    plan: Plan,
+    clip_norm: float,
+    *,
+    microbatch: int | None = None,
+    reshard: bool | None = None,
+    compile: str | None = None,
 ) -> ClippedGradient:
     """The sum over the global batch of the samples' gradients, each clipped to a norm:
     ``clipped_grad(loss_fn, plan, clip_norm)(params, batch) -> (sum, norms)``.
@@ -335,6 +360,7 @@ def clipped_grad(
         clip_norm: the largest norm, over all leaves, of a sample's gradient; larger ones are scaled down to it.
         microbatch: rows that are computed at once; None for all. Results are equal, up to the order of float sums.
         reshard: as for ``per_sample_grad``.
+        compile: likewise.
 
     Returns:
         The function. ``sum`` is a tree of shards like ``params``, zero for frozen leaves; ``norms``, ``(rows,)``, are
@@ -356,7 +382,7 @@ def clipped_grad(
     expect("clipped_grad(loss_fn, plan, clip_norm)", [("clip_norm", clip_norm, (int, float), "a positive number")])
     if not clip_norm > 0 or (microbatch is not None and (not isinstance(microbatch, int) or microbatch < 1)):
         raise PlanError(f"clipped_grad(clip_norm={clip_norm}, microbatch={microbatch}): both must be positive")
-    return ClippedGradient(loss_fn, plan, float(clip_norm), microbatch, reshard)
+    return ClippedGradient(loss_fn, plan, float(clip_norm), microbatch, reshard, compile)
 
 
 def _cut(batch: Any, rows: int | None) -> list[Any]:

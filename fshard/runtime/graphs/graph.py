@@ -10,7 +10,16 @@ from torch import Tensor
 
 from fshard.runtime.graphs.emit import GraphCode, PartedCode
 from fshard.runtime.graphs.partition import Halves, cut
-from fshard.runtime.graphs.trace_unit import GraphResult, Joint, Place, Source, Tangents, UntraceableUnit, trace
+from fshard.runtime.graphs.trace_unit import (
+    GraphResult,
+    Joint,
+    Left,
+    Place,
+    Source,
+    Tangents,
+    UntraceableUnit,
+    trace,
+)
 from fshard.torch_internals import BelowAutograd, DisableAutocast, DisableTorchFunction, any_autocast, function_modes
 
 Compiler = Callable[[Halves, Sequence[int], Sequence[str] | None], GraphCode]
@@ -57,11 +66,12 @@ class Graph:
     compiler: Compiler
     number: int  # counts graphs in the order of compilation
     code: GraphCode
-    edges: tuple[Place, ...]  # of its autograd node
+    edges: tuple[Place, ...]  # of its autograd node; then what its backward leaves beside gradients
     own: tuple[int, ...]  # the numbers of the leaves whose whole gradient it computes
     saved: tuple[str, ...]
     generators: tuple[torch.Generator, ...]  # that it names; torch's default ones are not among them
     variants: dict[Tangents, Variant | None]  # the backwards; None where that of the first trace serves
+    left: Left  # the structure of the latter
     waiting: list[Tangents]  # the patterns for which it has not been compared with the unit yet
     refused: str = ""  # why it is no longer used
     parted: dict[GraphCode, PartedCode] = field(default_factory=dict)  # backwards that have run in two parts
@@ -90,7 +100,7 @@ class Graph:
         found = None
         try:
             halves = cut(trace(self.source, self.result, pattern), self.source.policy)
-            if {node.name for node in halves.saved} <= set(self.saved):
+            if {node.name for node in halves.saved} <= set(self.saved) and halves.joint.left == self.left:
                 found = match(self.compiler(halves, self.own, self.saved), halves.joint, self.edges)
         except UntraceableUnit:
             pass
@@ -157,5 +167,6 @@ def compile_graph(source: Source, result: GraphResult, compiler: Compiler, numbe
         saved=tuple(node.name for node in halves.saved),
         generators=tuple(dict.fromkeys(x for x in arguments if isinstance(x, torch.Generator))),
         variants={result.tangents: match(code, joint, joint.places)},
+        left=joint.left,
         waiting=[result.tangents],
     )

@@ -100,6 +100,7 @@ class _Trial:
             with DisableAutocast():
                 grads = torch.autograd.grad(starts, list(wanted.values()), seeds, allow_unused=True)
             found |= dict(zip(wanted, grads, strict=True))
+            found |= {self._title(("left", n)): x for n, x in enumerate(source.left()[1])}
         return found
 
     def by_graph(self, direct: bool) -> Computed:
@@ -137,6 +138,8 @@ class _Trial:
 
     def _title(self, place: Place) -> str:
         kind, number = place
+        if kind == "left":
+            return f"value {number} that the backward leaves"
         return f"the gradient of {self.paths[number]}" if kind == "leaf" else f"the gradient of input {number}"
 
 

@@ -48,9 +48,14 @@ class Bound:
     """A graph and the leaves of one unit: for each its group and its number in it, and by group their gradients."""
 
     def __init__(
-        self, graph: Graph, leaves: list[Tensor], places: Sequence[tuple[int, int]], grads: dict[int, list[Tensor]]
+        self,
+        graph: Graph,
+        leaves: list[Tensor],
+        paths: Sequence[str],
+        places: Sequence[tuple[int, int]],
+        grads: dict[int, list[Tensor]],
     ) -> None:
-        self.graph, self.leaves = graph, leaves
+        self.graph, self.leaves, self.paths = graph, leaves, paths
         self.epoch = -1
         self.views: Any = None
         self.own: dict[int, list[int]] = {}
@@ -61,7 +66,8 @@ class Bound:
         self.claims = [(group, len(numbers) == len(grads[group])) for group, numbers in self.own.items()]
         self.targets: dict[GraphCode | PartedCode, Any] = {}
         self.shared = any(kind == "leaf" for kind, _ in graph.edges)
-        self.anchor = [leaves[graph.own[0]]] if graph.own else []
+        self.anchor = [leaves[n] for n in (*graph.own, *graph.source.shared)[:1]]
+        self.edges = [(kind, n) for kind, n in graph.edges if kind != "left"]
         self.single = graph.result.leaves == (("out", 0),) and tree.flatten(0)[1] == graph.result.spec
 
     def params(self, epoch: int) -> Any:
@@ -121,7 +127,7 @@ class GraphCall:
                     saved[place] = alias
             self.watched.append((alias, alias._version))
         self._keep(saved)
-        edges = [inputs[n] if kind == "in" else bound.leaves[n] for kind, n in graph.edges]
+        edges = [inputs[n] if kind == "in" else bound.leaves[n] for kind, n in bound.edges]
         if anchored or not edges:
             edges += bound.anchor
         wanted = graph.wanted
@@ -165,9 +171,19 @@ class GraphCall:
             found = variant.arrange(self._run_first(variant, saved, tangents))
             self.parts = [x if kind == "leaf" else None for (kind, _), x in zip(graph.edges, found, strict=True)]
         else:
-            found = variant.arrange(self._run(variant.code, saved, tangents))
+            found = self._kept(variant.arrange(self._run(variant.code, saved, tangents)))
         self.host.leave_backward(self.bound.shared)
         return found
+
+    def _kept(self, found: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
+        """The gradients of edges. What the backward leaves beside these goes to the tape."""
+        graph, count = self.bound.graph, len(self.bound.edges)
+        if (tape := graph.source.tape) is None:
+            return found
+        (spec, rest), beside = graph.left, iter(found[count:])
+        left = tree.unflatten(spec, [next(beside) if x is Tensor else x for x in rest])
+        tape.keep((self.name, self.index), self.bound.paths, left)
+        return found[:count]
 
     def _check_unwritten(self) -> None:
         """Refuse a backward of tensors that were written to."""

@@ -13,7 +13,7 @@ import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, fx
@@ -66,7 +66,21 @@ class Same(NamedTuple):
 
 
 Place = tuple[str, int]
-"""``("leaf" or "in", number)``: a leaf or an input that has a gradient."""
+"""``("leaf" or "in", number)``: a leaf or an input that has a gradient; or ``("left", number)``: see ``Tape``."""
+
+
+class Tape(Protocol):
+    """Takes what the backward of a unit leaves beside gradients: the attribute ``tape`` of the unit's function."""
+
+    def tried(self) -> Any:
+        """What the latest call without an engine has left, a tree; leaves of the params go by their numbers."""
+
+    def keep(self, call: tuple[str, int], paths: Sequence[str], left: Any) -> None:
+        """Take such a tree of the graph of a call, given the paths of its leaves."""
+
+
+Left = tuple[Any, list[Any]]
+"""The structure of what a backward leaves, and its leaves, with ``Tensor`` for each tensor."""
 
 
 def exact(value: Any) -> tuple[Any, ...]:
@@ -102,6 +116,18 @@ class Source:
         values = tuple(x if isinstance(x, (Meta, Same)) else exact(x) for x in self.values)
         code = self.fn if kind is None else kind()
         return code, self.params, self.args, self.leaves, self.shared, values, self.policy, self.rows
+
+    @property
+    def tape(self) -> Tape | None:
+        """Takes what its backward leaves beside gradients; None if that is nothing."""
+        found: Tape | None = getattr(self.fn, "tape", None)
+        return found
+
+    def left(self) -> tuple[Left, list[Tensor]]:
+        """What the backward of the latest call has left beside gradients."""
+        leaves, spec = tree.flatten(None if self.tape is None else self.tape.tried())
+        tensors = [x for x in leaves if isinstance(x, Tensor)]
+        return (spec, [Tensor if isinstance(x, Tensor) else x for x in leaves]), tensors
 
     @property
     def inputs(self) -> list[Meta]:
@@ -152,8 +178,9 @@ class Joint:
     tangents: list[fx.Node | None]  # one for each differentiable output; None where it has no gradient
     forward: set[fx.Node]  # without the placeholders of tangents
     count: int  # of outputs
-    places: list[Place]  # the leaf or input of each part of a gradient, as parts arrive
+    places: list[Place]  # the leaf or input of each part of a gradient, as parts arrive; then what else is left
     present: list[bool]  # for each leaf whether it has a gradient here; a shared one has parts instead
+    left: Left
 
     @property
     def graph(self) -> fx.Graph:
@@ -260,6 +287,7 @@ class _Tracer:
         self.split = self.count = 0
         self.places: list[Place] = []
         self.present: list[bool] = []
+        self.left: Left = None, []
 
     def __call__(self, leaves: list[Tensor], inputs: list[Tensor], seeds: list[Tensor]) -> Any:
         mode = get_proxy_mode()
@@ -269,6 +297,8 @@ class _Tracer:
         self.split, self.count = len(mode.tracer.graph.nodes), len(outputs)
         wanted = [out for out in outputs if out.requires_grad]
         parts, grads = self._backward(leaves, inputs, list(itertools.compress(wanted, self.seeded)), seeds)
+        self.left, beside = self.source.left()
+        parts += [(("left", number), x) for number, x in enumerate(beside)]
         self.places = [place for place, _ in parts]
         self.present = [grad is not None for grad in grads]
         return [*outputs, *(part for _, part in parts), *(grad for grad in grads if grad is not None)]
@@ -306,6 +336,7 @@ class _Tracer:
             count=self.count,
             places=self.places,
             present=self.present,
+            left=self.left,
         )
 
 
