@@ -180,7 +180,8 @@ class GraphCall:
         graph, count = self.bound.graph, len(self.bound.edges)
         if (tape := graph.source.tape) is None:
             return found
-        (spec, rest), beside = graph.left, iter(found[count:])
+        # A value of the forward may be the input itself, which holds the graph of what is before it.
+        (spec, rest), beside = graph.left, iter([None if x is None else x.detach() for x in found[count:]])
         left = tree.unflatten(spec, [next(beside) if x is Tensor else x for x in rest])
         tape.keep((self.name, self.index), self.bound.paths, left)
         return found[:count]
