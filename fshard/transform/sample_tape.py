@@ -50,7 +50,8 @@ class LayerPart(NamedTuple):
     def summed(self, leaf: Tensor, factor: Tensor) -> Tensor:
         """The sum of the samples' gradients, each times its factor."""
         if self.right is None:
-            return torch.tensordot(factor.to(self.left), self.left, 1)
+            total: Tensor = torch.tensordot(factor.to(self.left), self.left, 1)
+            return total
         weighted = self.right * factor.to(self.right).view(-1, 1, 1)
         if self.kind == "linear":
             return self.left.flatten(0, 1).mT @ weighted.flatten(0, 1)

@@ -98,7 +98,8 @@ def sample_function(
     (leaves, at), (given, spec) = tree.flatten(params), tree.flatten((args, kwargs))
     slots = [slot for leaf in leaves if (slot := slot_of(leaf)) is not None]  # there is none in a trace
     paths: Sequence[Any] = [slot.path for slot in slots] or range(len(leaves))
-    place, device = slots[0].engine.place if slots else None, leaves[0].device
+    engine: Any = slots[0].engine if slots else None
+    place, device = engine and engine.place, leaves[0].device
     places = [i for i, x in enumerate(given) if isinstance(x, Tensor)]
     structure: list[Any] = []
     if place is None:

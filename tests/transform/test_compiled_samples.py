@@ -128,7 +128,7 @@ def test_graphs_see_that_what_units_read_changes(monkeypatch: pytest.MonkeyPatch
     assert tools[1].units.count("fx graph") == 2
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_graphs_of_inductor() -> None:
     whole, x = leaves(), rows()
     plan = fs.make_plan(whole, fs.make_mesh((1,), ("data",)), [(".*", fs.fsdp("data"))])
