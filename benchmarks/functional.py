@@ -16,6 +16,7 @@ import argparse
 import gc
 import importlib.util
 import json
+import random
 import statistics
 import sys
 import time
@@ -40,6 +41,9 @@ TOLERANCE, CLIP = 1e-4, 0.01
 SAMPLES = 16
 RATE, LINK = "1gbit", 125e6
 """The links of the lab, and their bytes a second."""
+PRODUCTS = ("hvp", "hvp reshard", "hvp fx", "hvp reshard fx")
+MANY_ROWS = 256
+"""Rows of a rank with which compute outweighs what the host does for an operator."""
 
 
 class Block(nn.Module):
@@ -200,12 +204,14 @@ def batch(rows: int, width: int) -> Tensor:
     return torch.randn(rows, width, generator=torch.Generator().manual_seed(1))
 
 
-def check(ours: Sharded, plain: Plain, x: Tensor, mine: Tensor) -> None:
+def check(ours: Sharded, plain: Plain, x: Tensor, mine: Tensor, samples: bool) -> None:
     """Both must find the same."""
     for got, want in zip(tree.leaves(ours.hvp(mine)), tree.leaves(fs.shard(plain.hvp(x), ours.plan)), strict=True):
         torch.testing.assert_close(
             got, want, rtol=TOLERANCE, atol=TOLERANCE * want.abs().max().item() if len(want) else 0
         )
+    if not samples:
+        return
     for got, want in zip(tree.leaves(ours.per_sample(mine)), tree.leaves(plain.per_sample(mine)), strict=True):
         torch.testing.assert_close(got, want, rtol=TOLERANCE, atol=TOLERANCE * want.abs().max().item())
 
@@ -267,13 +273,13 @@ def work(args: argparse.Namespace) -> int:
         if hasattr(LIBC, "mallinfo2"):
             # Plain PyTorch holds the gradients of all rows: one rank does, whose numbers are read.
             wanted = {name: make for name, make in makers.items() if mesh.rank == 0 or not name.startswith("plain")}
-            found["peaks"] = {name: peak(make) for name, make in wanted.items()}
+            found["peaks"] = {} if args.products else {name: peak(make) for name, make in wanted.items()}
         if mesh.size == 1 and args.rounds and importlib.util.find_spec("opacus"):
             found["opacus"] = beside_opacus(mesh, args, x)
         elif mesh.size > 1 and args.rounds:
             ours, kept = (Sharded(mesh, args.depth, args.width, reshard) for reshard in (True, False))
             plain = Plain(args.depth, args.width)
-            check(ours, plain, x, mine)
+            check(ours, plain, x, mine, samples=not args.products)
             turns = {
                 "hvp reshard": lambda: ours.hvp(mine),
                 "hvp": lambda: kept.hvp(mine),
@@ -289,14 +295,17 @@ def work(args: argparse.Namespace) -> int:
                 "per sample": lambda: ours.per_sample(mine),
                 "plain per sample": lambda: plain.per_sample(mine),
             }
+            if args.products:
+                turns = {name: turn for name, turn in turns.items() if "hvp" in name}
             times: dict[str, list[float]] = {name: [] for name in turns}
             for number in range(-1, args.rounds):
-                for name, turn in turns.items():
+                # What a call leaves to the allocator makes the next one slower or faster: none always follows the same.
+                for name, turn in random.Random(number).sample([*turns.items()], len(turns)):
                     taken = timed(turn)
                     if number >= 0:
                         times[name].append(taken)
             found["times"] = times
-            found["gathers"] = [kept.gathers(n) for n in (1, SAMPLES)]
+            found["gathers"] = [] if args.products else [kept.gathers(n) for n in (1, SAMPLES)]
             found["bytes"] = {"hvp": kept.seconds(mine, LINK), "hvp reshard": ours.seconds(mine, LINK)}
         if mesh.rank == 0:
             args.out.write_text(json.dumps(found))
@@ -313,8 +322,9 @@ def measure(args: argparse.Namespace) -> int:
     options = {"worker": 1, "depth": depth, "width": width, "batch": rows}
     found = {n: run_workers(n, None, {**options, "rounds": rounds * (n <= 2)}, script="functional.py") for n in RANKS}
     times = found[2]["times"]
-    for name in ("hvp", "hvp reshard", "hvp fx", "hvp reshard fx", "torch.func", "torch.func reshard"):
+    for name in (*PRODUCTS, "torch.func", "torch.func reshard"):
         report.rows.append(ratio(f"2 ranks: {name} / its compute alone", "wall", times[name], times["plain hvp"]))
+    many_rows(report, {**options, "rounds": rounds})
     report.rows.append(
         ratio("2 ranks: per sample / its compute alone", "wall", times["per sample"], times["plain per sample"])
     )
@@ -353,21 +363,29 @@ def measure(args: argparse.Namespace) -> int:
     return report.finish(args)
 
 
+def many_rows(report: Report, options: dict[str, Any]) -> None:
+    """Add the rows of products of larger batches."""
+    found = run_workers(2, None, {**options, "products": 1, "batch": 2 * MANY_ROWS}, script="functional.py")
+    for name in PRODUCTS:
+        case = f"2 ranks, {MANY_ROWS} rows each: {name} / its compute alone"
+        report.rows.append(ratio(case, "wall", found["times"][name], found["times"]["plain hvp"]))
+
+
 def slow_links(report: Report, options: dict[str, Any]) -> None:
     """Add the rows of products on two ranks of the lab."""
     if why := lab.obstacle():
         report.notes.append(f"no links of {RATE}: {why}")
         return
-    found = run_workers(2, RATE, options, script="functional.py")
+    found = run_workers(2, RATE, {**options, "products": 1}, script="functional.py")
     times = found["times"]
-    for name in ("hvp", "hvp reshard"):
-        least = [max(alone, found["bytes"][name]) for alone in times["plain hvp"]]
+    for name in PRODUCTS:
+        least = [max(alone, found["bytes"][name.removesuffix(" fx")]) for alone in times["plain hvp"]]
         report.rows.append(ratio(f"2 ranks, {RATE}: {name} / max(compute, bytes)", "wall", times[name], least))
 
 
 def options(cli: argparse.ArgumentParser) -> None:
     """What a worker is told."""
-    for name in ("worker", "rounds", "depth", "width", "batch"):
+    for name in ("worker", "rounds", "depth", "width", "batch", "products"):
         cli.add_argument(f"--{name}", type=int, default=0, help=argparse.SUPPRESS)  # --batch: other rows, of all ranks
     cli.add_argument("--out", type=Path, help=argparse.SUPPRESS)
 

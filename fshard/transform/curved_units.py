@@ -22,6 +22,7 @@ from fshard.transform.dual_units import (
     alone,
     joined,
     make_dual,
+    of_moving,
     parted,
     refuse_views,
     traced_as,
@@ -57,17 +58,7 @@ def curved_function(
     if not moved:
         result, none = unmoved(fn, len(trained), tree.unflatten(spec, leaves))
         return result, none, none
-    structure: list[Any] = []
-
-    def of(*moving: Tensor) -> tuple[list[Tensor], list[Tensor]]:
-        filled = list(leaves)
-        for i, x in zip(moved, moving, strict=True):
-            filled[i] = x
-        at, args, kwargs = tree.unflatten(spec, filled)
-        made, found, others = parted(fn(at, *args, **kwargs))
-        structure[:] = [made]
-        return found, others
-
+    of, structure = of_moving(fn, leaves, spec, moved)
     values = {i: leaves[i] for i in moved}
     first = {i: t for i, (t, _) in moved.items()}
     second = {i: t for i, (_, t) in moved.items() if t is not None}

@@ -2,7 +2,6 @@
 
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.func import grad_and_value
 from torch.func import jvp as forward
@@ -12,7 +11,6 @@ from fshard.runtime.comm import collective_call
 from fshard.runtime.steps.step_options import RunOptions, read_running
 from fshard.schedule.policy import Policy
 from fshard.sharding.plan import Plan
-from fshard.training.metrics import global_result
 from fshard.transform import tree_vectors
 from fshard.transform.linearized import plain_attention
 from fshard.transform.product_modes import Flat, ProductModes
@@ -51,13 +49,8 @@ class DirectionalDerivative(MayBeScheduled):
             PeerError: the loss function raised on another rank.
         """
         check_arguments(self.plan, params, v, batch)
-        if (made := self._in_step(params, [v], batch)) is not None:
+        if (made := self._on_schedule(params, [v], batch)) is not None:
             return made["loss"], made["slope"]
-        if (scheduled := self._found(batch, params, v)) is not None:
-            outcome = scheduled.run(params, [v], batch)
-            found = global_result(outcome.measured.aux[0], outcome.verdict.means, outcome.verdict.floats)
-            device = torch.device(self.plan.here.mesh.device)
-            return found["loss"].to(device), found["slope"].to(device)
         return self._transformed(params, v, batch)
 
     def _transformed(self, params: Any, v: Any, batch: Any) -> tuple[Tensor, Tensor]:

@@ -60,7 +60,28 @@ def dual_function(
     moved = {i: t for i, t in zip(places, along, strict=True) if t is not None}
     if not moved:
         return unmoved(fn, len(trained), tree.unflatten(spec, leaves))
-    structure: list[Any] = []
+    of, structure = of_moving(fn, leaves, spec, moved)
+    found, ahead, others = jvp(of, tuple([leaves[i] for i in moved]), tuple(moved.values()), has_aux=True)  # type: ignore[misc]
+    refuse_views(getattr(fn, "__name__", "unit"), found, leaves[: len(trained)])
+    return joined(structure[0], found, others), _lasting(ahead, along[: len(trained)], recorded)
+
+
+Moving = Callable[..., tuple[list[Tensor], list[Tensor]]]
+"""A unit of the leaves that move: the tensors of its result that may have tangents, and the others."""
+
+
+def of_moving(
+    fn: Callable[..., Any], leaves: Sequence[Any], spec: Any, moved: Mapping[int, Any]
+) -> tuple[Moving, list["Structure"]]:
+    """A unit as a function of those of its leaves that move, and a list that holds the structure of its result.
+
+    Args:
+        fn: the unit's function.
+        leaves: those of its parameters, its arguments and those by keyword.
+        spec: their structure.
+        moved: the places of those that move.
+    """
+    structure: list[Structure] = []
 
     def of(*moving: Tensor) -> tuple[list[Tensor], list[Tensor]]:
         filled = list(leaves)
@@ -71,9 +92,7 @@ def dual_function(
         structure[:] = [made]
         return found, others
 
-    found, ahead, others = jvp(of, tuple([leaves[i] for i in moved]), tuple(moved.values()), has_aux=True)  # type: ignore[misc]
-    refuse_views(getattr(fn, "__name__", "unit"), found, leaves[: len(trained)])
-    return joined(structure[0], found, others), _lasting(ahead, along[: len(trained)], recorded)
+    return of, structure
 
 
 def unmoved(fn: Callable[..., Any], count: int, given: Any) -> tuple[Any, list[None]]:

@@ -64,11 +64,9 @@ class GaussNewtonProduct(MayBeScheduled):
             TreeError, BatchError: arguments that do not fit, alike on all ranks.
         """
         check_arguments(self.plan, params, v, batch)
-        if (made := self._in_step(params, [v], batch)) is not None:
+        if (made := self._on_schedule(params, [v], batch)) is not None:
             found: dict[str, Any] = made
             return found
-        if (scheduled := self._found(batch, params, v)) is not None:
-            return scheduled.gradient(scheduled.run(params, [v], batch))
         return self._transformed(params, v, batch)
 
     def _transformed(self, params: Any, v: Any, batch: Any) -> dict[str, Any]:
@@ -86,10 +84,14 @@ class GaussNewtonProduct(MayBeScheduled):
                 with exact(), bind(self.plan.mesh, self.plan.data_axes):
                     return self.predict(tree.nest({path: {**fixed, **p}[path] for path in self.plan.leaves}), batch)
 
-            pushed: Any = self.pushing.run(
-                lambda: forward(outputs, (at,), (along,)), lambda: _pushed(outputs, at, along)
-            )
-            (pulled,) = vjp(outputs, at)[1](self._curved(batch, pushed[0], pushed[1]))
+            def times() -> Flat:
+                pushed: Any = self.pushing.run(
+                    lambda: forward(outputs, (at,), (along,)), lambda: _pushed(outputs, at, along)
+                )
+                (product,) = vjp(outputs, at)[1](self._curved(batch, pushed[0], pushed[1]))
+                return product
+
+            pulled = ranks.all_ranks("the product", times)
             return zero_filled(self.plan, found[1](pulled)[0], rest)
 
     @collective_call

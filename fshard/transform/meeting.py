@@ -7,9 +7,7 @@ code: the step itself says at its end what went wrong on any rank, and its hands
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, NamedTuple
-
-from torch import Tensor
+from typing import Any
 
 from fshard.collectives.scope import SCOPE, cutting
 from fshard.errors import CommError, PeerError, ScheduleError, lines
@@ -31,23 +29,8 @@ from fshard.transform.active_transforms import transforms_text
 TEXT = 512
 """Bytes of a text that ranks exchange inside of a step function."""
 
-LACKING = -1
-"""The status of a rank that has found no schedule."""
-
 APART = "; "
 """Between the place of a rank in a loss and the transforms that it is under, in texts."""
-
-
-class CheckedCall(NamedTuple):
-    """A call whose arguments fit.
-
-    Attributes:
-        flat: its parameters.
-        scheduled: gives the loss on a schedule; None if a rank has found none.
-    """
-
-    flat: dict[str, Tensor]
-    scheduled: Callable[[], Tensor] | None = None
 
 
 @dataclass(frozen=True)
@@ -74,7 +57,7 @@ class LossMeeting:
         return Facts() if self.running is not None or self.mesh.size == 1 else equal.fixed()
 
     def all_ranks(self, place: str, body: Callable[[], Any], facts: Facts = Facts()) -> Any:  # noqa: B008 - frozen
-        """Return the result of ``body``; an error of any rank is raised on all. A schedule is one that all found."""
+        """Return the result of ``body``; an error of any rank is raised on all."""
         value, failure = None, None
         try:
             with cutting(self.mesh):  # others may wait in a collective, and learn of a failure only here
@@ -91,9 +74,6 @@ class LossMeeting:
             if self.running is not None or told(error):
                 raise  # the step tells the others, or a call inside of the body did
             failure = error
-        if isinstance(value, CheckedCall):
-            found = self.handshake(place, None, failure, facts, LACKING if value.scheduled is None else OK)
-            return value if found else value._replace(scheduled=None)
         self.handshake(place, value if isinstance(value, Loss) else None, failure, facts)
         return value
 
@@ -103,15 +83,13 @@ class LossMeeting:
         loss: Loss | None = None,
         failure: Exception | None = None,
         facts: Facts = Facts(),  # noqa: B008 - a frozen value
-        well: int = OK,
-    ) -> bool:
+    ) -> None:
         """Raise on all ranks the failure of any of them, and refuse losses without a common mean.
 
         A rank that fails takes part in one more exchange, which has the same form wherever the other ranks are. A rank
-        that failed because another one cut its collective off raises that rank's failure. Returns whether no rank lacks
-        a schedule.
+        that failed because another one cut its collective off raises that rank's failure.
         """
-        status = well if failure is None else CUT if isinstance(failure, CommError) else FAILED
+        status = OK if failure is None else CUT if isinstance(failure, CommError) else FAILED
         mine = [status, digest((place, self.under)), facts.number, *_mean_row(self.batch, loss, self.sizes)]
         with DisableFuncTorch():  # a transform under way would wrap what is sent
             rows = self.rows(mine)
@@ -120,14 +98,13 @@ class LossMeeting:
             raise unlike_losses([(bool(row[3]), row[4], row[5]) for row in rows])
         if uneven := self.sizes.uneven([row[6:] for row in rows]):
             raise uneven_rows(uneven)
-        return not any(row[0] for row in rows)
 
     def _compare(
         self, rows: Sequence[Sequence[int]], place: str, failure: Exception | None, status: int, facts: Facts
     ) -> None:
         """Raise what a rank failed with, or how ranks differ. Collective if there is either."""
         if any(row[0] > OK for row in rows):
-            raise_failure(mesh_communicator(self.mesh), failure, [max(row[0], OK) for row in rows], status)
+            raise_failure(mesh_communicator(self.mesh), failure, [row[0] for row in rows], status)
         if self.running is None:
             compare_numbers(mesh_communicator(self.mesh), [row[2] for row in rows], facts)
         if any(row[1] != rows[0][1] for row in rows):

@@ -81,12 +81,9 @@ class HessianProduct(MayBeScheduled):
             PeerError: the loss function raised on another rank.
         """
         check_arguments(self.plan, params, v, batch)
-        if (made := self._in_step(params, [v], batch)) is not None:
+        if (made := self._on_schedule(params, [v], batch)) is not None:
             found: dict[str, Any] = made
             return found
-        scheduled = self._found(batch, params, v)
-        if scheduled is not None:
-            return scheduled.gradient(scheduled.run(params, [v], batch))
         if not self.reshard:
             return self._kept(params, v, batch)
         trained, rest, direction = split_at(self.plan, params, v)

@@ -87,21 +87,14 @@ class ScheduledSamples(ScheduledFunction):
         assert self.tool.clip_norm is not None
         return clipping(self.norms[-1], self.tool.clip_norm)
 
-    def clipped(self, params: Any, batch: Any) -> tuple[dict[str, Any], Tensor]:
-        """The sum of clipped gradients, and the norms of samples."""
-        self.norms.clear()
-        self.run(params, [], batch)
+    def clipped(self) -> tuple[dict[str, Any], Tensor]:
+        """The sum of clipped gradients of the latest run, and the norms of samples."""
         homes = self.programs.memory.homes
         # Copies: the next call overwrites the buffers of this one. A run that left its schedule has run twice.
         chunks = {group: homes[group].clone() for group in self._trained}
         total = FlatTree(self.form, chunks | self.form.zero_chunks()).tree()
         # Without marks of shards, which draws of noise have none of either.
         return tree.mapped(Tensor.detach, total), torch.cat(self.norms[-self.parts :])
-
-    def each(self, params: Any, batch: Any) -> dict[str, Any]:
-        """The gradient of each sample."""
-        self.run(params, [], batch)
-        return held_by(self.tape, self.plan)
 
 
 class SampleTool(MayBeScheduled):
@@ -145,7 +138,7 @@ class SampleTool(MayBeScheduled):
         return self._parted[parts]
 
     def _scheduled(self, params: Any, batch: Any) -> ScheduledSamples | None:
-        """The scheduled function for arguments, which are checked; None if the call has none."""
+        """The scheduled function that has run on arguments, which are checked; None if the call has none."""
         self._check(params, batch)
         self._schedules = self._in(1)
         if (found := self._found(batch, params)) is not None:
@@ -155,7 +148,10 @@ class SampleTool(MayBeScheduled):
                 return None
             self._schedules = self._in(parts)
             found = self._found(batch, params)
-        return found if isinstance(found, ScheduledSamples) else None
+        if not isinstance(found, ScheduledSamples):
+            return None
+        found.norms.clear()
+        return None if self._outcome(found, params, [], batch) is None else found
 
     def _parts(self, batch: Any) -> tuple[int, int]:
         """The parts in which all ranks run their batches, and the fewest rows of a rank."""
@@ -216,7 +212,7 @@ class SampleGradients(SampleTool):
             PeerError: another rank failed.
         """
         if (scheduled := self._scheduled(params, batch)) is not None:
-            return scheduled.each(params, batch)
+            return held_by(scheduled.tape, self.plan.here)
         trained, rest, ranks = self._met(params, batch)
         with cutting(self.plan.mesh):
             whole = dict(tree.paths(gather_all(self.plan, {**rest, **trained})))
@@ -254,7 +250,7 @@ class ClippedGradient(SampleTool):
             PeerError: another rank failed.
         """
         if (scheduled := self._scheduled(params, batch)) is not None:
-            return scheduled.clipped(params, batch)
+            return scheduled.clipped()
         trained, rest, ranks = self._met(params, batch)
         with cutting(self.plan.mesh):
             pulled: Any = torch.func.vjp(lambda p: gather_some(self.plan, p, True), trained)

@@ -18,6 +18,7 @@ from fshard.runtime.engine.batch import check_device, signature
 from fshard.runtime.execution import ProgramTrace, Shard, Shards, held_back
 from fshard.runtime.steps import Outcome, PassSpec, Programs, Runner, StepRequest, make_programs
 from fshard.runtime.steps.finder import Fn
+from fshard.runtime.steps.handshake import NoScheduleError
 from fshard.runtime.steps.programs import EngineMaker
 from fshard.runtime.steps.step_options import RunOptions
 from fshard.schedule.auto import Auto
@@ -26,6 +27,7 @@ from fshard.state.equal import Equal
 from fshard.state.flat import Flat, form_of
 from fshard.torch_internals import DispatchModeKey, dispatch_mode
 from fshard.training.latest import OneFunction
+from fshard.training.metrics import global_result
 from fshard.transform.active_transforms import under_way
 from fshard.transform.shard_chunks import chunks_of
 from fshard.transform.tangent_plan import with_tangents
@@ -114,17 +116,35 @@ class ScheduledFunction:
         if isinstance(self.programs.policy, Auto) and self.programs.policy.memory is not None:
             self.programs.trace(found)
 
-    def run(self, params: Any, directions: Sequence[Any], batch: Any) -> Outcome:
-        """The outcome at parameters and directions, trees of shards that were checked."""
+    def run(self, params: Any, directions: Sequence[Any], batch: Any, problem: str = "") -> Outcome:
+        """The outcome at parameters and directions, trees of shards that were checked.
+
+        Raises:
+            NoScheduleError: on all ranks, if one has a problem, which says why no trace finds its program.
+        """
+
+        def refuse() -> None:
+            if problem:
+                raise NoScheduleError(problem)
+
         chunks = self.joined(chunks_of(params, self.form), [chunks_of(v, self.form) for v in directions])
         shards = Shards([Shard(chunk.detach(), {}) for chunk in chunks])
         with held_back() as shield, torch.set_grad_enabled(self.spec.train), bind(self.plan.mesh, self.plan.data_axes):
-            return self.runner.run(StepRequest(batch, shards, shield, facts=self.equal.fixed, normed=False))
+            return self.runner.run(
+                StepRequest(batch, shards, shield, refuse=refuse, facts=self.equal.fixed, normed=False)
+            )
 
     def joined(self, at: Mapping[int, Tensor], along: Sequence[Mapping[int, Tensor]]) -> list[Tensor]:
         """The chunks of the plan with tangents, of parameters and directions."""
         chunks = [at[group.id] for group in self.plan.groups]
         return chunks + [each[group] for each in along for group in self._trained]
+
+    def result(self, outcome: Outcome) -> Any:
+        """The gradient, a tree of shards; of an evaluation what the function returned, with global means."""
+        if self.spec.train:
+            return self.gradient(outcome)
+        found = global_result(outcome.measured.aux[0], outcome.verdict.means, outcome.verdict.floats)
+        return tree.map(lambda x: x.to(self.plan.mesh.device), found)
 
     def gradient(self, outcome: Outcome, tangents: bool = False) -> dict[str, Any]:
         """The gradient by the parameters, or by their tangents, a tree of shards."""
@@ -162,7 +182,10 @@ class Schedules:
         return self._made[rank]
 
     def find(self, batch: Any, given: Any) -> tuple[ScheduledFunction | None, str]:
-        """The function for a batch and other arguments, or None and the reason why the call has no schedule."""
+        """The function for a batch and other arguments, and why no trace of this rank finds its program.
+
+        None where the call has no schedule on any rank, and the reason.
+        """
         mesh, scope = self.plan.here.mesh, SCOPE.get()
         if mesh.size > 1 and mesh.transport is None:
             return None, "the mesh has no processes"
@@ -174,8 +197,7 @@ class Schedules:
             return None, "a transform is under way"
         if (found := self.here) is None:
             return None, UNTOLD
-        problem = found.problem(batch)
-        return (None, problem) if problem else (found, "")
+        return found, found.problem(batch)
 
 
 class MayBeScheduled(OneFunction):
@@ -199,9 +221,28 @@ class MayBeScheduled(OneFunction):
         return found.runner
 
     def _found(self, batch: Any, *given: Any) -> ScheduledFunction | None:
-        """The scheduled function for checked arguments; None if this call has none."""
+        """The scheduled function for checked arguments, for ``_outcome``; None if this call has none on any rank."""
         found, self._unscheduled = self._schedules.find(batch, given)
         return found
+
+    def _outcome(
+        self, scheduled: ScheduledFunction, params: Any, directions: Sequence[Any], batch: Any
+    ) -> Outcome | None:
+        """The outcome of a run on a schedule; None if a rank has found none."""
+        try:
+            return scheduled.run(params, directions, batch, self._unscheduled)
+        except NoScheduleError as reason:
+            self._unscheduled = str(reason)
+            return None
+
+    def _on_schedule(self, params: Any, directions: Sequence[Any], batch: Any) -> Any:
+        """The result of a pass of a step function, or of a run on a schedule; None where the call has neither."""
+        if (made := self._in_step(params, directions, batch)) is not None:
+            return made
+        if (scheduled := self._found(batch, params, directions)) is None:
+            return None
+        outcome = self._outcome(scheduled, params, directions, batch)
+        return None if outcome is None else scheduled.result(outcome)
 
     def _in_step(self, params: Any, directions: Sequence[Any], batch: Any) -> Any:
         """The result of a pass of the step function that makes the call; None where no pass of one can be it."""

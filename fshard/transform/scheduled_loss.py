@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 from fshard import tree
 from fshard.errors import ScheduleError
 from fshard.runtime.engine.proxies import Proxy
-from fshard.runtime.steps import scalar, widened
+from fshard.runtime.steps import Outcome, scalar, widened
 from fshard.runtime.steps.step_options import read_running
 from fshard.schedule.policy import Policy
 from fshard.sharding.plan import Plan
@@ -32,10 +32,9 @@ from fshard.training.metrics import combine_aux
 from fshard.transform.active_transforms import derivatives_of
 from fshard.transform.curved_units import data_of
 from fshard.transform.dual_units import alone, make_dual
-from fshard.transform.meeting import CheckedCall
 from fshard.transform.product_modes import Flat
 from fshard.transform.scheduled_function import MayBeScheduled, ScheduledFunction, Schedules
-from fshard.transform.sharded_loss import LossFn, ShardedLoss
+from fshard.transform.sharded_loss import LossFn, Scheduled, ShardedLoss
 from fshard.transform.slopes import SlopeBesideLoss, ValueAndSlope
 
 GRAD, JVP = "grad", "jvp"
@@ -92,13 +91,13 @@ class ScheduledLoss(ShardedLoss, MayBeScheduled):
         fn = functools.partial(_by_arguments, fn, GRAD in nest)
         return ScheduledFunction(fn, plan, double, running, f"sharded loss under {', '.join(nest)}", GRAD in nest)
 
-    def _begun(self, params: Any, batch: Any) -> CheckedCall:
+    def _begun(self, params: Any, batch: Any) -> tuple[Flat, Scheduled | None]:
         flat = self._checked(params, batch)
         trained = {path: flat[path] for path, leaf in self.plan.leaves.items() if leaf.trainable}
         nest = derivatives_of([*trained.values()], tree.leaves(batch))
         if nest not in self._by_nest or self.has_aux or self.debug:
             self._unscheduled = "no schedule has what is around it: other transforms, or none; has_aux, or debug"
-            return CheckedCall(flat)
+            return flat, None
         self._nest, pairs = nest, _pairs(nest, trained)
         with below_transforms():
             at = {path: data_of(leaf) for path, leaf in flat.items()}
@@ -107,20 +106,20 @@ class ScheduledLoss(ShardedLoss, MayBeScheduled):
             along |= {path: data_of(tangent) for path, (_, tangent) in pairs.items() if tangent is not None}
             x = tree.mapped(lambda x: data_of(x) if isinstance(x, Tensor) else x, batch)
             if (scheduled := self._found(x, at, along)) is None:
-                return CheckedCall(flat)
-        self._unscheduled = "another rank has found no schedule"
+                return flat, None
 
-        def run() -> Tensor:
-            self._unscheduled = ""
+        def run() -> Tensor | None:
             with below_transforms():
-                found = self._derivatives(scheduled, tree.nest(at), [tree.nest(along)] if along else [], x)
+                outcome = self._outcome(scheduled, tree.nest(at), [tree.nest(along)] if along else [], x)
+                if outcome is None:
+                    return None
+                found = self._derivatives(scheduled, outcome, bool(along))
             return _raised(nest, found, trained, pairs)
 
-        return CheckedCall(flat, run)
+        return flat, run
 
-    def _derivatives(self, scheduled: ScheduledFunction, at: Any, along: Sequence[Any], batch: Any) -> Derivatives:
-        """The derivatives that a schedule computes."""
-        outcome = scheduled.run(at, along, batch)
+    def _derivatives(self, scheduled: ScheduledFunction, outcome: Outcome, along: bool) -> Derivatives:
+        """The derivatives that a schedule has computed, along a direction or not."""
         verdict, measured, device = outcome.verdict, outcome.measured, torch.device(self.plan.here.mesh.device)
         aux = combine_aux(measured.aux, verdict.means, verdict.floats)
         if not scheduled.spec.train:

@@ -27,9 +27,11 @@ from fshard.sharding.stage_table import refuse_stages
 from fshard.state.equal import Equal
 from fshard.torch_internals import forward_ad_level
 from fshard.transform.gather import Resharding, Versions, gather_all
-from fshard.transform.meeting import CheckedCall, LossMeeting, meeting
+from fshard.transform.meeting import LossMeeting, meeting
 
 LossFn = Callable[[Any, Any], Any]
+Scheduled = Callable[[], Any]
+"""Gives the loss on a schedule, or None if a rank has found none."""
 
 
 @dataclass(frozen=True)
@@ -77,8 +79,8 @@ class ShardedLoss:
             flat, scheduled = ranks.all_ranks("the call", lambda: self._begun(params, batch), facts)
             if self.debug:
                 self._check_replicas(flat)
-        if scheduled is not None:
-            return scheduled()
+        if scheduled is not None and (found := scheduled()) is not None:
+            return found
         with cutting(self.plan.mesh):
             loss = ranks.all_ranks("the loss", lambda: self._run(flat, batch, ranks))
             value, aux = self._mean(loss)
@@ -86,8 +88,9 @@ class ShardedLoss:
                 self._check_rank_free(flat, batch, loss, ranks)
             return (value, aux) if self.has_aux else value
 
-    def _begun(self, params: Any, batch: Any) -> CheckedCall:
-        return CheckedCall(self._checked(params, batch))
+    def _begun(self, params: Any, batch: Any) -> tuple[dict[str, Tensor], Scheduled | None]:
+        """The leaves, and what gives the loss on a schedule."""
+        return self._checked(params, batch), None
 
     def _checked(self, params: Any, batch: Any) -> dict[str, Tensor]:
         flat = self.plan.check_tree(params, whole=False)

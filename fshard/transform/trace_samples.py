@@ -12,7 +12,6 @@ from fshard.runtime.comm import collective_call
 from fshard.runtime.steps.step_options import read_running
 from fshard.schedule.policy import Policy
 from fshard.sharding.plan import Plan
-from fshard.training.metrics import global_result
 from fshard.transform import random_trees, tree_vectors
 from fshard.transform.linearized import KEPT
 from fshard.transform.products import HessianProduct, hvp
@@ -54,18 +53,14 @@ class TraceSamples(MayBeScheduled):
             PeerError: the loss function raised on another rank.
         """
         check_arguments(self.plan, params, params, batch)
-        scheduled, found = self._found(batch, params, key), list[Tensor]()
+        found = list[Tensor]()
         for begin in range(0, self.samples, self.together):
             numbers = [min(begin + at, self.samples - 1) for at in range(self.together)]
             signs = [self._signs(key, number) for number in numbers]
-            if scheduled is not None:
-                outcome = scheduled.run(params, signs, batch)
-                found += global_result(outcome.measured.aux[0], outcome.verdict.means, outcome.verdict.floats)
-            elif (made := self._in_step(params, signs, batch)) is not None:
-                found += made
-            else:
+            if (made := self._on_schedule(params, signs, batch)) is None:
                 return self._by_products(params, batch, key)
-        return torch.stack(found[: self.samples]).to(self.plan.here.mesh.device)
+            found += made
+        return torch.stack(found[: self.samples])
 
     def _signs(self, key: Tensor, number: int) -> dict[str, Any]:
         return random_trees.rademacher(fold_in(key, number), self.plan)

@@ -101,3 +101,55 @@ def test_different_tools_are_told_apart() -> None:
     for own in fs.virtual_mesh((2,), ("any",)).run(other_tools):
         assert all(each is not None and {"ScheduleError", "ReplicationError"} & set(each.kinds) for each in own), own
         assert "schedule.reshard: rank 0: True, rank 1: False" in own[2].text, own[2]
+
+
+def tools(loss: Any, plan: fs.Plan) -> dict[str, Callable[[Any, Any, Any], Any]]:
+    """Calls of all tools that run on schedules, each of a loss of outputs, which are the loss itself."""
+    of, key = fs.func, fs.random.key(0)
+    return {
+        "hvp": of.hvp(loss, plan),
+        "gnvp": of.gnvp(lambda p, x: loss(p, x).sin(), lambda out, x: out.square(), plan),
+        "jvp": of.jvp(loss, plan),
+        "trace": lambda p, v, x: of.hessian_trace_samples(loss, plan, 2)(p, x, key),
+        "per_sample_grad": lambda p, v, x: of.per_sample_grad(loss, plan)(p, x),
+        "clipped_grad": lambda p, v, x: of.clipped_grad(loss, plan, 1.0)(p, x),
+        "clipped_grad in parts": lambda p, v, x: of.clipped_grad(loss, plan, 1.0, microbatch=2)(p, x),
+        "sharded_loss": lambda p, v, x: F.grad(of.sharded_loss(loss, plan))(p, x),
+    }
+
+
+def lacking(raising: bool) -> list[tuple[str, Any]]:
+    """On a rank: what tools do where the loss of the other one fails, always, or where it has no values."""
+    with fs.make_mesh(*FLAT) as mesh:
+        plan, x = cases.plan_on(mesh), mine(cases.batch(), mesh)
+        params, v = fs.shard(cases.whole(), plan), fs.shard(cases.directions(), plan)
+
+        def loss(p: Any, x: Any) -> Any:
+            if mesh.rank == 1 and (raising or x["y"].sum() < 0):
+                raise ZeroDivisionError("no such luck")
+            return cases.mean_loss(p, x)
+
+        own, plain, out = tools(loss, plan), tools(cases.mean_loss, plan), list[tuple[str, Any]]()
+        for name, tool in own.items():
+            if raising:
+                out.append((name, attempt(lambda tool=tool: tool(params, v, x))))
+            elif name not in ("per_sample_grad", "clipped_grad", "clipped_grad in parts"):  # there it is an error
+                found = zip(*[tree.leaves(each(params, v, x)) for each in (tool, plain[name])], strict=True)
+                out.append((name, all(torch.allclose(one, other) for one, other in found)))
+        return out
+
+
+def check_peers(found: list[list[tuple[str, Raised | None]]]) -> None:
+    """All ranks say which of them failed, and with what."""
+    for (name, told), (_, own) in zip(*found, strict=True):
+        assert own is not None and own.kinds[0] == "ZeroDivisionError", (name, own)
+        assert told is not None and told.kinds[0] == "PeerError" and "rank 1: ZeroDiv" in told.text, (name, told)
+
+
+def test_a_loss_that_raises_on_one_rank_is_told_on_all(pool: Pools) -> None:
+    check_peers(pool(2).run(lacking, True))
+
+
+def test_no_rank_uses_a_schedule_that_another_lacks() -> None:
+    for own in fs.virtual_mesh((2,), ("any",)).run(lacking, False):
+        assert own and all(right for _, right in own), own

@@ -16,10 +16,10 @@ from fshard.runtime.engine.plain_values import FLOAT, PlainTold, PlainValues, al
 from fshard.runtime.steps.readings import RuleNorms, answers, exact_sum, pair, plain, squares
 from fshard.runtime.steps.step_refusals import negative_counts, unlike_losses, unlike_values
 
-OK, FAILED, RETRY, CUT, STARVED = 0, 1, 2, 3, 4
+OK, FAILED, RETRY, CUT, STARVED, LACKING = range(6)
 """How a rank's own part of a step went. ``RETRY``: its program left the schedule. ``CUT``: a collective of its program
 has failed, most likely because another rank's program is over. ``STARVED``: there was too little memory for a policy
-that is only being timed."""
+that is only being timed. ``LACKING``: it has found no schedule, and the call can do without one."""
 
 IDLE = -1.0
 """The kind of the loss of a rank that has none."""

@@ -11,7 +11,7 @@ from fshard.runtime.comm import CALL_SITE_BYTES, Communicator, announce, exchang
 from fshard.runtime.comm.call_site import call_site
 from fshard.runtime.comm.facts import Facts, compare_numbers, digest
 from fshard.runtime.steps.batch_rows import BatchRows, uneven_rows
-from fshard.runtime.steps.consensus import FAILED, OK
+from fshard.runtime.steps.consensus import FAILED, LACKING, OK
 from fshard.runtime.steps.failures import raise_failure
 from fshard.runtime.steps.interpreter_modes import modes, number_of, with_modes
 
@@ -31,6 +31,10 @@ class Intent:
 
 END = Intent(digest("the end of the step"), "the end of the step".__str__)
 """The intent of a rank whose step function is over, where its parts run one by one."""
+
+
+class NoScheduleError(ScheduleError):
+    """A rank has found no schedule for a call that all ranks can make without one."""
 
 
 @dataclass(frozen=True)
@@ -78,6 +82,7 @@ def agree(comm: Communicator, terms: Terms, failure: BaseException | None = None
 
     Raises:
         ReplicationError, ScheduleError, BatchError, PeerError: on every rank alike; or this rank's own failure.
+        NoScheduleError: on every rank, if it is the failure of any, and no rank has another one.
     """
     if comm.size == 1:
         if failure is not None:
@@ -85,7 +90,7 @@ def agree(comm: Communicator, terms: Terms, failure: BaseException | None = None
         return Agreement([], (terms.mode,))
     intent, facts, rows, found = terms.intent, terms.facts, terms.rows, modes()
     mine = [
-        FAILED if failure else -terms.mode,
+        -terms.mode if failure is None else _status(failure),
         intent.number,
         facts.number ^ number_of(found),
         *rows.numbers(None if failure else terms.batch),
@@ -94,11 +99,17 @@ def agree(comm: Communicator, terms: Terms, failure: BaseException | None = None
     status, schedules, numbers = zip(*[row[:3] for row in told], strict=True)
     if FAILED in status:
         raise_failure(comm, failure, [max(each, OK) for each in status])
+    if LACKING in status:
+        raise failure or NoScheduleError("another rank has found no schedule")
     if END.number not in schedules:  # a rank at the end of its step has no facts
         compare_numbers(comm, numbers, facts if len(set(numbers)) == 1 else with_modes(facts, found))
     if len(set(schedules)) > 1:
         raise different_schedules(comm, intent)
     return Agreement(_uneven(terms, [row[3:] for row in told]), [-each for each in status])
+
+
+def _status(failure: BaseException) -> int:
+    return LACKING if isinstance(failure, NoScheduleError) else FAILED
 
 
 def _uneven(terms: Terms, told: Sequence[Sequence[int]]) -> list[str]:
