@@ -99,7 +99,7 @@ def sample_function(
     slots = [slot for leaf in leaves if (slot := slot_of(leaf)) is not None]  # there is none in a trace
     paths: Sequence[Any] = [slot.path for slot in slots] or range(len(leaves))
     engine: Any = slots[0].engine if slots else None
-    place, device = engine and engine.place, leaves[0].device
+    place, device = None if engine is None else engine.place, leaves[0].device
     places = [i for i, x in enumerate(given) if isinstance(x, Tensor)]
     structure: list[Any] = []
     if place is None:
