@@ -38,9 +38,7 @@ from fshard import tree
 
 RANKS = (1, 2, 4)
 TOLERANCE, CLIP = 1e-4, 0.01
-SAMPLES = 16
-HOWS = (None, "fx")
-"""How units run: as they are, and as graphs."""
+SAMPLES, HOWS = 16, (None, "fx")
 RATE, LINK = "1gbit", 125e6
 """The links of the lab, and their bytes a second."""
 PRODUCTS = ("hvp", "hvp reshard", "hvp fx", "hvp reshard fx")
@@ -330,13 +328,10 @@ def measure(args: argparse.Namespace) -> int:
         report.rows.append(ratio(f"2 ranks: {name} / its compute alone", "wall", times[name], times["plain hvp"]))
     many_rows(report, {**options, "rounds": rounds})
     for how in ("", " fx"):
-        alone, gradient = times["plain per sample"], times["gradient"]
-        report.rows.append(
-            ratio(f"2 ranks: per sample{how} / its compute alone", "wall", times[f"per sample{how}"], alone)
-        )
-        report.rows.append(
-            ratio(f"2 ranks: clipped{how} / gradient", "wall", times[f"clipped{how}"], gradient, target=1.6)
-        )
+        own, alone = times[f"per sample{how}"], times["plain per sample"]
+        report.rows.append(ratio(f"2 ranks: per sample{how} / its compute alone", "wall", own, alone))
+        clipped, gradient = times[f"clipped{how}"], times["gradient"]
+        report.rows.append(ratio(f"2 ranks: clipped{how} / gradient", "wall", clipped, gradient, target=1.6))
     one, many = times["one sample of the trace"], times[f"{SAMPLES} samples of the trace"]
     report.rows.append(ratio(f"2 ranks: {SAMPLES} samples of the trace / one", "wall", many, one, target=8))
     alone, together = found[2]["gathers"]

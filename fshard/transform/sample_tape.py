@@ -109,7 +109,7 @@ class SampleTape:
             self.hold(place, path, part.held(leaf))
 
     def tried(self) -> Parts:
-        """What the latest call without an engine has left, by the number of the leaf. It is left out then."""
+        """Return what the latest call without an engine has left, by the number of the leaf. It is left out then."""
         found, self.trial = self.trial, {}
         return found
 

@@ -17,13 +17,12 @@ from fshard.errors import BatchError, PlanError, lines
 from fshard.model.remat_function import exact
 from fshard.runtime.comm import announce, collective_call, mesh_communicator
 from fshard.runtime.engine import leading_dims
-from fshard.runtime.engine.batch import along_rows, check_device
+from fshard.runtime.engine.batch import check_device
 from fshard.runtime.steps.backends import check_backend
 from fshard.runtime.steps.batch_rows import BatchRows
 from fshard.runtime.steps.step_options import read_running
 from fshard.schedule.policy import Policy
 from fshard.sharding.plan import Plan
-from fshard.sharding.spec import axes_of
 from fshard.state.equal import Equal
 from fshard.state.flat import Flat as FlatTree
 from fshard.transform.active_transforms import under_way
@@ -31,6 +30,7 @@ from fshard.transform.gather import gather_all, gather_some
 from fshard.transform.linearized import keeps
 from fshard.transform.meeting import LossMeeting, meeting
 from fshard.transform.sample_engine import SampleEngine, SampleFinder
+from fshard.transform.sample_refusals import check_whole
 from fshard.transform.sample_tape import OUTSIDE, Flat, SampleTape
 from fshard.transform.sample_units import SampleLoss, of_rows
 from fshard.transform.scheduled_function import MayBeScheduled, ScheduledFunction, Schedules
@@ -54,12 +54,8 @@ class ScheduledSamples(ScheduledFunction):
     """
 
     def __init__(self, tool: "SampleTool", parts: int, plan: Plan, exact: Plan) -> None:
-        self.tape, self.norms, self.tool, self.parts = (
-            SampleTape(tool.clip_norm is not None),
-            list[Tensor](),
-            tool,
-            parts,
-        )
+        self.tape, self.norms = SampleTape(tool.clip_norm is not None), list[Tensor]()
+        self.tool, self.parts = tool, parts
         trained = frozenset(path for path, leaf in plan.leaves.items() if leaf.trainable)
         self.shapes = {path: torch.empty(plan.leaves[path].shape, device="meta") for path in trained}
         loss, clips = SampleLoss(tool.loss_fn, plan, self.tape), tool.clip_norm is not None
@@ -121,7 +117,7 @@ class SampleTool(MayBeScheduled):
         check_loss(loss_fn, plan)
         check_backend(compile)
         expect(call, [("reshard", reshard, (bool, type(None)), "True, False or None")])
-        _check_whole(plan, call)
+        check_whole(plan, call)
         self.loss_fn, self.plan, self.call, self.compile, self.clip_norm = loss_fn, plan, call, compile, clip_norm
         self.reshard = not keeps(plan) if reshard is None else reshard
         self._parted: dict[int, Schedules] = {}
@@ -374,7 +370,7 @@ def clipped_grad(
     ({'w': tensor([0.6000, 0.6000, 0.6000, 0.6000])}, tensor([2.0000, 0.2000]))
     """
     check_loss(loss_fn, plan)
-    _check_whole(plan, "clipped_grad")
+    check_whole(plan, "clipped_grad")
     expect("clipped_grad(loss_fn, plan, clip_norm)", [("clip_norm", clip_norm, (int, float), "a positive number")])
     if not clip_norm > 0 or (microbatch is not None and (not isinstance(microbatch, int) or microbatch < 1)):
         raise PlanError(f"clipped_grad(clip_norm={clip_norm}, microbatch={microbatch}): both must be positive")
@@ -387,23 +383,6 @@ def _cut(batch: Any, rows: int | None) -> list[Any]:
     count = 1 if rows is None else -(-_rows(batch) // rows)
     cut = [torch.split(x, rows or len(x)) if isinstance(x, Tensor) and x.ndim else [x] * count for x in leaves]
     return [tree.unflatten(spec, list(part)) for part in zip(*cut, strict=True)]
-
-
-def _check_whole(plan: Plan, what: str) -> None:
-    """Refuse samples or leaves that several ranks have parts of: each rank would clip its part as if it were all."""
-    spec = plan.batch
-    if not along_rows(spec) or any(plan.mesh.axis_size(axes_of(entry)) > 1 for entry in spec.dims[1:]):
-        raise PlanError(
-            f"fs.func.{what}: samples lie along dim 0, and batch={spec} cuts other dims, so that ranks would take "
-            f"parts of samples for samples: share them along dim 0 alone, batch=P('axis'), with the samples there"
-        )
-    cut = [leaf for leaf in plan.leaves.values() if plan.mesh.axis_size(leaf.compute.axes) > 1]
-    if cut:
-        raise PlanError(
-            f"fs.func.{what}: ranks compute with parts of {len(cut)} leaves, such as {cut[0].path} "
-            f"{list(cut[0].shape)} by {cut[0].compute}, and the gradient of a sample is that of whole leaves: take it "
-            f"on a mesh on which the axes {cut[0].compute.axes} have one rank, for example from a checkpoint"
-        )
 
 
 def _rows(batch: Any) -> int:

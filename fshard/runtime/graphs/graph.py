@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fshard import tree
 from fshard.runtime.graphs.emit import GraphCode, PartedCode
 from fshard.runtime.graphs.partition import Halves, cut
 from fshard.runtime.graphs.trace_unit import (
@@ -45,16 +46,24 @@ class Variant:
     edges: tuple[int, ...]  # for each edge of the autograd node the number of its part, or -1
     extra: tuple[tuple[int, int], ...]  # further parts, each with the edge that it is added to
     straight: bool  # whether the parts are the gradients of the edges, in their order
+    left: Left  # what it leaves beside gradients, whose tensors come behind so many parts
+    count: int
 
     def arrange(self, parts: Sequence[Tensor]) -> Sequence[Tensor | None]:
         """The gradient of each edge."""
         if self.straight:
-            return parts
+            return parts[: self.count]
         found = [parts[i] if i >= 0 else None for i in self.edges]
         for part, edge in self.extra:
             held = found[edge]
             found[edge] = parts[part] if held is None else held + parts[part]
         return found
+
+    def beside(self, parts: Sequence[Tensor]) -> Any:
+        """Return what it leaves beside gradients, a tree."""
+        (spec, rest), tensors = self.left, iter(parts[self.count :])
+        # Of the forward it may be the input itself, which holds the graph of what is before it.
+        return tree.unflatten(spec, [next(tensors).detach() if x is Tensor else x for x in rest])
 
 
 @dataclass(eq=False)
@@ -66,12 +75,11 @@ class Graph:
     compiler: Compiler
     number: int  # counts graphs in the order of compilation
     code: GraphCode
-    edges: tuple[Place, ...]  # of its autograd node; then what its backward leaves beside gradients
+    edges: tuple[Place, ...]  # of its autograd node
     own: tuple[int, ...]  # the numbers of the leaves whose whole gradient it computes
     saved: tuple[str, ...]
     generators: tuple[torch.Generator, ...]  # that it names; torch's default ones are not among them
     variants: dict[Tangents, Variant | None]  # the backwards; None where that of the first trace serves
-    left: Left  # the structure of the latter
     waiting: list[Tangents]  # the patterns for which it has not been compared with the unit yet
     refused: str = ""  # why it is no longer used
     parted: dict[GraphCode, PartedCode] = field(default_factory=dict)  # backwards that have run in two parts
@@ -79,7 +87,8 @@ class Graph:
     def __post_init__(self) -> None:
         self.wanted = tuple(i for i, out in enumerate(self.result.outputs) if out.requires_grad)
         # Only calls of such graphs are nodes of autograd's graph.
-        self.differentiable = bool(self.edges or self.own) and bool(self.wanted)
+        left = Tensor in self.proved.left[1]
+        self.differentiable = bool(self.edges or self.own or left) and bool(self.wanted)
 
     @property
     def proved(self) -> Variant:
@@ -100,7 +109,7 @@ class Graph:
         found = None
         try:
             halves = cut(trace(self.source, self.result, pattern), self.source.policy)
-            if {node.name for node in halves.saved} <= set(self.saved) and halves.joint.left == self.left:
+            if {node.name for node in halves.saved} <= set(self.saved) and halves.joint.left == self.proved.left:
                 found = match(self.compiler(halves, self.own, self.saved), halves.joint, self.edges)
         except UntraceableUnit:
             pass
@@ -146,7 +155,7 @@ def match(code: GraphCode, joint: Joint, edges: Sequence[Place]) -> Variant:
             free.remove(part)
     extra = [(i, max(n for n, edge in enumerate(edges) if edge == joint.places[i])) for i in free]
     straight = not extra and taken == list(range(len(joint.places)))
-    return Variant(code, tuple(taken), tuple(extra), straight)
+    return Variant(code, tuple(taken), tuple(extra), straight, joint.left, len(joint.places))
 
 
 def compile_graph(source: Source, result: GraphResult, compiler: Compiler, number: int) -> Graph:
@@ -167,6 +176,5 @@ def compile_graph(source: Source, result: GraphResult, compiler: Compiler, numbe
         saved=tuple(node.name for node in halves.saved),
         generators=tuple(dict.fromkeys(x for x in arguments if isinstance(x, torch.Generator))),
         variants={result.tangents: match(code, joint, joint.places)},
-        left=joint.left,
         waiting=[result.tangents],
     )

@@ -67,7 +67,6 @@ class Bound:
         self.targets: dict[GraphCode | PartedCode, Any] = {}
         self.shared = any(kind == "leaf" for kind, _ in graph.edges)
         self.anchor = [leaves[n] for n in (*graph.own, *graph.source.shared)[:1]]
-        self.edges = [(kind, n) for kind, n in graph.edges if kind != "left"]
         self.single = graph.result.leaves == (("out", 0),) and tree.flatten(0)[1] == graph.result.spec
 
     def params(self, epoch: int) -> Any:
@@ -127,7 +126,7 @@ class GraphCall:
                     saved[place] = alias
             self.watched.append((alias, alias._version))
         self._keep(saved)
-        edges = [inputs[n] if kind == "in" else bound.leaves[n] for kind, n in bound.edges]
+        edges = [inputs[n] if kind == "in" else bound.leaves[n] for kind, n in graph.edges]
         if anchored or not edges:
             edges += bound.anchor
         wanted = graph.wanted
@@ -171,20 +170,12 @@ class GraphCall:
             found = variant.arrange(self._run_first(variant, saved, tangents))
             self.parts = [x if kind == "leaf" else None for (kind, _), x in zip(graph.edges, found, strict=True)]
         else:
-            found = self._kept(variant.arrange(self._run(variant.code, saved, tangents)))
+            parts = self._run(variant.code, saved, tangents)
+            if (tape := graph.source.tape) is not None:
+                tape.keep((self.name, self.index), self.bound.paths, variant.beside(parts))
+            found = variant.arrange(parts)
         self.host.leave_backward(self.bound.shared)
         return found
-
-    def _kept(self, found: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
-        """The gradients of edges. What the backward leaves beside these goes to the tape."""
-        graph, count = self.bound.graph, len(self.bound.edges)
-        if (tape := graph.source.tape) is None:
-            return found
-        # A value of the forward may be the input itself, which holds the graph of what is before it.
-        (spec, rest), beside = graph.left, iter([None if x is None else x.detach() for x in found[count:]])
-        left = tree.unflatten(spec, [next(beside) if x is Tensor else x for x in rest])
-        tape.keep((self.name, self.index), self.bound.paths, left)
-        return found[:count]
 
     def _check_unwritten(self) -> None:
         """Refuse a backward of tensors that were written to."""

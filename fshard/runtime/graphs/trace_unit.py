@@ -66,14 +66,14 @@ class Same(NamedTuple):
 
 
 Place = tuple[str, int]
-"""``("leaf" or "in", number)``: a leaf or an input that has a gradient; or ``("left", number)``: see ``Tape``."""
+"""``("leaf" or "in", number)``: a leaf or an input that has a gradient."""
 
 
 class Tape(Protocol):
     """Takes what the backward of a unit leaves beside gradients: the attribute ``tape`` of the unit's function."""
 
     def tried(self) -> Any:
-        """What the latest call without an engine has left, a tree; leaves of the params go by their numbers."""
+        """Return what the latest call without an engine has left, a tree; leaves of the params go by their numbers."""
 
     def keep(self, call: tuple[str, int], paths: Sequence[str], left: Any) -> None:
         """Take such a tree of the graph of a call, given the paths of its leaves."""
@@ -124,7 +124,7 @@ class Source:
         return found
 
     def left(self) -> tuple[Left, list[Tensor]]:
-        """What the backward of the latest call has left beside gradients."""
+        """Return what the backward of the latest call has left beside gradients: its structure, and its tensors."""
         leaves, spec = tree.flatten(None if self.tape is None else self.tape.tried())
         tensors = [x for x in leaves if isinstance(x, Tensor)]
         return (spec, [Tensor if isinstance(x, Tensor) else x for x in leaves]), tensors
@@ -178,9 +178,9 @@ class Joint:
     tangents: list[fx.Node | None]  # one for each differentiable output; None where it has no gradient
     forward: set[fx.Node]  # without the placeholders of tangents
     count: int  # of outputs
-    places: list[Place]  # the leaf or input of each part of a gradient, as parts arrive; then what else is left
+    places: list[Place]  # the leaf or input of each part of a gradient, as parts arrive
     present: list[bool]  # for each leaf whether it has a gradient here; a shared one has parts instead
-    left: Left
+    left: Left  # what the backward leaves beside gradients
 
     @property
     def graph(self) -> fx.Graph:
@@ -189,7 +189,7 @@ class Joint:
 
     @property
     def flat(self) -> list[fx.Node]:
-        """The results of the graph: outputs, parts, gradients. Read anew each time, because nodes may be replaced."""
+        """The results: outputs, parts, what is left, gradients. Read anew each time, because nodes may be replaced."""
         return list(self.graph.output_node().args[0])  # type: ignore[arg-type]
 
     @property
@@ -199,14 +199,18 @@ class Joint:
 
     @property
     def parts(self) -> list[fx.Node]:
-        """The parts of gradients that autograd sums."""
-        return self.flat[self.count : self.count + len(self.places)]
+        """The parts of gradients that autograd sums, then what the backward leaves beside gradients."""
+        return self.flat[self.count : self._end]
 
     @property
     def grads(self) -> list[fx.Node | None]:
         """The gradient of each leaf; None where there is none."""
-        rest = iter(self.flat[self.count + len(self.places) :])
+        rest = iter(self.flat[self._end :])
         return [next(rest) if present else None for present in self.present]
+
+    @property
+    def _end(self) -> int:
+        return self.count + len(self.places) + self.left[1].count(Tensor)
 
 
 def inspect(source: Source) -> GraphResult:
@@ -298,10 +302,9 @@ class _Tracer:
         wanted = [out for out in outputs if out.requires_grad]
         parts, grads = self._backward(leaves, inputs, list(itertools.compress(wanted, self.seeded)), seeds)
         self.left, beside = self.source.left()
-        parts += [(("left", number), x) for number, x in enumerate(beside)]
         self.places = [place for place, _ in parts]
         self.present = [grad is not None for grad in grads]
-        return [*outputs, *(part for _, part in parts), *(grad for grad in grads if grad is not None)]
+        return [*outputs, *(part for _, part in parts), *beside, *(grad for grad in grads if grad is not None)]
 
     def _backward(
         self, leaves: list[Tensor], inputs: list[Tensor], outputs: list[Tensor], seeds: list[Tensor]
