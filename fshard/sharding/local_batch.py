@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from fshard import tree
@@ -87,10 +88,21 @@ def _tell_unlike(leaves: Mapping[str, Any], spec: P, mesh: Mesh) -> None:
         )
 
 
-def _problem(leaf: Any, spec: P, mesh: Mesh) -> str:
-    """Say why a leaf cannot be cut; or nothing."""
+def without_rows(leaf: Any) -> str:
+    """Say why the rows of a leaf cannot be cut, whatever their number; or nothing."""
     if not isinstance(leaf, Tensor):
         return f"{described(leaf)}, no tensor: give torch.as_tensor of it" if getattr(leaf, "shape", ()) else ""
+    if leaf.is_nested:
+        return "a nested tensor, whose rows PyTorch does not cut: pad it, or cut it yourself"
+    if leaf.layout is not torch.strided:
+        return f"a tensor of {leaf.layout}, whose rows PyTorch does not cut: make it dense, or cut it yourself"
+    return ""
+
+
+def _problem(leaf: Any, spec: P, mesh: Mesh) -> str:
+    """Say why a leaf cannot be cut; or nothing."""
+    if (problem := without_rows(leaf)) or not isinstance(leaf, Tensor):
+        return problem
     for dim, entry in enumerate(spec.dims[: leaf.ndim]):
         parts = mesh.axis_size(axes_of(entry))
         if leaf.shape[dim] % parts:

@@ -88,8 +88,8 @@ class GaussNewtonProduct(MayBeScheduled):
                 pushed: Any = self.pushing.run(
                     lambda: forward(outputs, (at,), (along,)), lambda: _pushed(outputs, at, along)
                 )
-                (product,) = vjp(outputs, at)[1](self._curved(batch, pushed[0], pushed[1]))
-                return product
+                product: tuple[Flat] = vjp(outputs, at)[1](self._curved(batch, pushed[0], pushed[1]))
+                return product[0]
 
             pulled = ranks.all_ranks("the product", times)
             return zero_filled(self.plan, found[1](pulled)[0], rest)

@@ -48,14 +48,15 @@ class LayerPart(NamedTuple):
         return self._scattered(at, self.right, rows * len(leaf)).view(rows, *leaf.shape)
 
     def summed(self, leaf: Tensor, factor: Tensor) -> Tensor:
-        """The sum of the samples' gradients, each times its factor."""
+        """The sum of the samples' gradients, each times its factor. Samples without a factor do not count."""
+        left = self.left[: len(factor)]
         if self.right is None:
-            total: Tensor = torch.tensordot(factor.to(self.left), self.left, 1)
+            total: Tensor = torch.tensordot(factor.to(left), left, 1)
             return total
-        weighted = self.right * factor.to(self.right).view(-1, 1, 1)
+        weighted = self.right[: len(factor)] * factor.to(self.right).view(-1, 1, 1)
         if self.kind == "linear":
-            return self.left.flatten(0, 1).mT @ weighted.flatten(0, 1)
-        return self._scattered(self.left, weighted, len(leaf))
+            return left.flatten(0, 1).mT @ weighted.flatten(0, 1)
+        return self._scattered(left, weighted, len(leaf))
 
     @staticmethod
     def _scattered(at: Tensor, values: Tensor, count: int) -> Tensor:

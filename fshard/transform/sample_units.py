@@ -15,9 +15,11 @@ from torch import Tensor
 
 from fshard import tree
 from fshard.collectives.scope import bind
+from fshard.errors import BatchError, lines
 from fshard.model.precision import Casting
 from fshard.model.unit import Slot, Unit, attach, slot_of
-from fshard.runtime.engine import Mean, read_loss
+from fshard.runtime.engine import Mean, leading_dims, read_loss
+from fshard.runtime.engine.batch import check_cuttable
 from fshard.sharding.plan import Plan
 from fshard.torch_internals import batched, below_transforms, functorch, transforms_depth, without_function_mode
 from fshard.transform.dual_units import Pair, TransformedUnits, joined, parted, refuse_views, traced_as
@@ -209,3 +211,33 @@ def of_rows(loss_fn: Callable[[Any, Any], Any], plan: Plan, batch: Any) -> tuple
         return loss.total if loss.count is None else loss.total / loss.count
 
     return one, [leaves[i] for i in at]
+
+
+def row_count(batch: Any) -> int:
+    """The number of rows of a batch."""
+    check_cuttable(batch, "cannot be cut into samples", "Give tensors with the samples along dim 0.")
+    dims = leading_dims(batch)
+    if not dims or len(set(dims)) > 1:
+        named = zip(tree.names(batch, "batch"), tree.leaves(batch), strict=True)
+        shapes = [f"{name}: {list(x.shape)}" for name, x in named if isinstance(x, Tensor)]
+        head = "the tensors of the batch do not have one row a sample:"
+        raise BatchError(lines(head, shapes, "Give tensors with the samples along dim 0; 0-dim ones go to all."))
+    return dims[0]
+
+
+def filled(batch: Any) -> tuple[Any, int | None]:
+    """A batch that has rows, and how many of them count; None for all.
+
+    A rank without samples, as Poisson sampling draws them, takes part in all collectives with a row of zeros.
+    """
+    if row_count(batch):
+        return batch, None
+    return tree.mapped(lambda x: x.new_zeros(1, *x.shape[1:]) if isinstance(x, Tensor) and x.ndim else x, batch), 0
+
+
+def cut_rows(batch: Any, rows: int | None) -> list[Any]:
+    """A batch in parts of so many rows."""
+    leaves, spec = tree.flatten(batch)
+    count = 1 if rows is None else -(-row_count(batch) // rows)
+    cut = [torch.split(x, rows or len(x)) if isinstance(x, Tensor) and x.ndim else [x] * count for x in leaves]
+    return [tree.unflatten(spec, list(part)) for part in zip(*cut, strict=True)]

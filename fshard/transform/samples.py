@@ -13,10 +13,9 @@ from torch import Tensor
 from fshard import tree
 from fshard.arguments import expect
 from fshard.collectives.scope import cutting
-from fshard.errors import BatchError, PlanError, lines
+from fshard.errors import PlanError
 from fshard.model.remat_function import exact
 from fshard.runtime.comm import announce, collective_call, mesh_communicator
-from fshard.runtime.engine import leading_dims
 from fshard.runtime.engine.batch import check_device
 from fshard.runtime.steps.backends import check_backend
 from fshard.runtime.steps.batch_rows import BatchRows
@@ -32,7 +31,7 @@ from fshard.transform.meeting import LossMeeting, meeting
 from fshard.transform.sample_engine import SampleEngine, SampleFinder
 from fshard.transform.sample_refusals import check_whole
 from fshard.transform.sample_tape import OUTSIDE, Flat, SampleTape
-from fshard.transform.sample_units import SampleLoss, of_rows
+from fshard.transform.sample_units import SampleLoss, cut_rows, filled, of_rows, row_count
 from fshard.transform.scheduled_function import MayBeScheduled, ScheduledFunction, Schedules
 from fshard.transform.sharded_loss import LossFn, check_loss
 from fshard.transform.tangent_plan import frozen
@@ -51,6 +50,7 @@ class ScheduledSamples(ScheduledFunction):
     Attributes:
         tape: the gradients that the latest backward has left.
         norms: the norms of samples, by part.
+        real: how many rows of a part count; None for all.
     """
 
     def __init__(self, tool: "SampleTool", parts: int, plan: Plan, exact: Plan) -> None:
@@ -58,6 +58,7 @@ class ScheduledSamples(ScheduledFunction):
         self.tool, self.parts = tool, parts
         trained = frozenset(path for path, leaf in plan.leaves.items() if leaf.trainable)
         self.shapes = {path: torch.empty(plan.leaves[path].shape, device="meta") for path in trained}
+        self.real: int | None = None
         loss, clips = SampleLoss(tool.loss_fn, plan, self.tape), tool.clip_norm is not None
         policy = Policy(reshard=tool.reshard, accumulation="full" if parts > 1 else "sharded")
         make = functools.partial(SampleEngine, tape=self.tape, paths=trained)
@@ -79,7 +80,7 @@ class ScheduledSamples(ScheduledFunction):
         dtype = functools.reduce(
             torch.promote_types, [self.plan.leaves[path].dtype for path in self.shapes], torch.float32
         )
-        self.norms.append(self.tape.norms(self.shapes, dtype, self.plan.mesh.device))
+        self.norms.append(self.tape.norms(self.shapes, dtype, self.plan.mesh.device)[: self.real])
         assert self.tool.clip_norm is not None
         return clipping(self.norms[-1], self.tool.clip_norm)
 
@@ -133,7 +134,7 @@ class SampleTool(MayBeScheduled):
             self._parted[parts] = Schedules(self.plan, functools.partial(ScheduledSamples, self, parts), 0)
         return self._parted[parts]
 
-    def _scheduled(self, params: Any, batch: Any) -> ScheduledSamples | None:
+    def _scheduled(self, params: Any, batch: Any, real: int | None) -> ScheduledSamples | None:
         """The scheduled function that has run on arguments, which are checked; None if the call has none."""
         self._check(params, batch)
         self._schedules = self._in(1)
@@ -147,6 +148,7 @@ class SampleTool(MayBeScheduled):
         if not isinstance(found, ScheduledSamples):
             return None
         found.norms.clear()
+        found.real = real
         return None if self._outcome(found, params, [], batch) is None else found
 
     def _parts(self, batch: Any) -> tuple[int, int]:
@@ -156,7 +158,7 @@ class SampleTool(MayBeScheduled):
     def _check(self, params: Any, batch: Any) -> None:
         self.plan.check_tree(params, whole=False)
         check_device(batch, self.plan.mesh.device)
-        _rows(batch)
+        row_count(batch)
 
     def _met(self, params: Any, batch: Any) -> tuple[Flat, Flat, LossMeeting]:
         """The trainable leaves, the others, and the ranks, when all have checked their arguments."""
@@ -207,13 +209,14 @@ class SampleGradients(SampleTool):
             TreeError, BatchError: arguments that do not fit, alike on all ranks.
             PeerError: another rank failed.
         """
-        if (scheduled := self._scheduled(params, batch)) is not None:
-            return held_by(scheduled.tape, self.plan.here)
+        batch, real = filled(batch)
+        if (scheduled := self._scheduled(params, batch, real)) is not None:
+            return held_by(scheduled.tape, self.plan.here, real)
         trained, rest, ranks = self._met(params, batch)
         with cutting(self.plan.mesh):
             whole = dict(tree.paths(gather_all(self.plan, {**rest, **trained})))
         tape = ranks.all_ranks("the gradients", lambda: self._taped(whole, list(trained), batch))
-        return held_by(tape, self.plan)
+        return held_by(tape, self.plan, real)
 
 
 class ClippedGradient(SampleTool):
@@ -245,13 +248,14 @@ class ClippedGradient(SampleTool):
             TreeError, BatchError: arguments that do not fit, alike on all ranks.
             PeerError: another rank failed.
         """
-        if (scheduled := self._scheduled(params, batch)) is not None:
+        batch, real = filled(batch)
+        if (scheduled := self._scheduled(params, batch, real)) is not None:
             return scheduled.clipped()
         trained, rest, ranks = self._met(params, batch)
         with cutting(self.plan.mesh):
             pulled: Any = torch.func.vjp(lambda p: gather_some(self.plan, p, True), trained)
             fixed = gather_some(self.plan, rest, False)
-        total, norms = ranks.all_ranks("the gradients", lambda: self._summed(fixed, pulled[0], batch))
+        total, norms = ranks.all_ranks("the gradients", lambda: self._summed(fixed, pulled[0], batch, real))
         with cutting(self.plan.mesh):
             (summed,) = pulled[1](total)
             return zero_filled(self.plan, summed, rest), norms
@@ -260,18 +264,18 @@ class ClippedGradient(SampleTool):
         """The most parts in which any rank runs its batch, and the fewest rows of any. Collective."""
         if self.microbatch is None:
             return 1, 1
-        rows = _rows(batch)
+        rows = row_count(batch)
         met = announce(mesh_communicator(self.plan.here.mesh), self.call, [rows, -(-rows // self.microbatch)])
         return max([parts for _, parts in met]), min([rows for rows, _ in met])
 
-    def _summed(self, fixed: Flat, whole: Flat, batch: Any) -> tuple[Flat, Tensor]:
+    def _summed(self, fixed: Flat, whole: Flat, batch: Any, real: int | None) -> tuple[Flat, Tensor]:
         """This rank's sum, of whole leaves, and the norms."""
         total = {path: torch.zeros_like(leaf) for path, leaf in whole.items()}
         dtype = functools.reduce(torch.promote_types, [leaf.dtype for leaf in whole.values()], torch.float32)
         norms = []
-        for part in _cut(batch, self.microbatch):
+        for part in cut_rows(batch, self.microbatch):
             tape = self._taped({**fixed, **whole}, list(whole), part)
-            norms.append(tape.norms(whole, dtype, self.plan.mesh.device))
+            norms.append(tape.norms(whole, dtype, self.plan.mesh.device)[:real])
             for place in list(tape.calls):
                 for path, g in tape.summed(place, whole, clipping(norms[-1], self.clip_norm)).items():
                     total[path] = total[path] + g
@@ -283,8 +287,14 @@ def clipping(norms: Tensor, limit: float) -> Tensor:
     return (limit / norms).clamp(max=1.0)
 
 
-def held_by(tape: SampleTape, plan: Plan) -> dict[str, Any]:
-    """The gradient of each sample by each trained leaf, ``(rows, *shape)``, in the dtype of the leaf, as a tree."""
+def held_by(tape: SampleTape, plan: Plan, real: int | None) -> dict[str, Any]:
+    """The gradient of each sample by each trained leaf, ``(rows, *shape)``, in the dtype of the leaf, as a tree.
+
+    Args:
+        tape: what a backward has left.
+        plan: the plan.
+        real: how many rows count; None for all.
+    """
     out = {}
     for path, leaf in plan.leaves.items():
         parts = [part.left for left in tape.calls.values() for part in left.pop(path, ())]
@@ -293,7 +303,7 @@ def held_by(tape: SampleTape, plan: Plan) -> dict[str, Any]:
         elif leaf.trainable:
             out[path] = torch.zeros((tape.rows, *leaf.shape), dtype=leaf.dtype, device=plan.mesh.device)
     tape.begin(0)
-    return tree.nest(out)
+    return tree.nest({path: grads[:real] for path, grads in out.items()})
 
 
 def per_sample_grad(
@@ -302,8 +312,8 @@ def per_sample_grad(
     """The gradient of each sample's own loss: ``per_sample_grad(loss_fn, plan)(params, batch)``.
 
     Args:
-        loss_fn: as for ``fs.make_train_step``; it is called with batches of one row. An ``fs.Mean`` counts as
-            the mean of that row.
+        loss_fn: as for ``fs.make_train_step``; it is called with batches of one row, and a rank may have no samples. An
+            ``fs.Mean`` counts as the mean of that row.
         plan: the plan.
         reshard: free a unit's parameters after its forward, and gather them again for its backward. None chooses False
             for models whose parameters take up to 128 MiB.
@@ -375,23 +385,3 @@ def clipped_grad(
     if not clip_norm > 0 or (microbatch is not None and (not isinstance(microbatch, int) or microbatch < 1)):
         raise PlanError(f"clipped_grad(clip_norm={clip_norm}, microbatch={microbatch}): both must be positive")
     return ClippedGradient(loss_fn, plan, float(clip_norm), microbatch, reshard, compile)
-
-
-def _cut(batch: Any, rows: int | None) -> list[Any]:
-    """A batch in parts of so many rows."""
-    leaves, spec = tree.flatten(batch)
-    count = 1 if rows is None else -(-_rows(batch) // rows)
-    cut = [torch.split(x, rows or len(x)) if isinstance(x, Tensor) and x.ndim else [x] * count for x in leaves]
-    return [tree.unflatten(spec, list(part)) for part in zip(*cut, strict=True)]
-
-
-def _rows(batch: Any) -> int:
-    """The number of rows of a batch."""
-    dims = leading_dims(batch)
-    if not dims or len(set(dims)) > 1 or not dims[0]:
-        shapes = [f"leaf {i}: {list(x.shape)}" for i, x in enumerate(tree.leaves(batch)) if isinstance(x, Tensor)]
-        head = "the tensors of the batch do not have one row a sample:"
-        raise BatchError(
-            lines(head, shapes, "Give tensors with the samples along dim 0, at least one; 0-dim ones go to all.")
-        )
-    return dims[0]

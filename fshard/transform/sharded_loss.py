@@ -46,6 +46,8 @@ class ShardedLoss:
 
     def __post_init__(self) -> None:
         check_loss(self.loss_fn, self.plan)
+        flags = {"has_aux": self.has_aux, "reshard": self.reshard, "debug": self.debug}
+        expect("sharded_loss(loss_fn, plan)", [(name, flag, bool, "True or False") for name, flag in flags.items()])
 
     @functools.cached_property
     def _rows(self) -> BatchRows:

@@ -122,7 +122,7 @@ def test_values_that_no_step_should_take() -> None:
     with pytest.raises(TreeError, match="takes what init_state"):
         step(state.params, batch_of())
     halves, state = made(accumulate=2)
-    with pytest.raises(BatchError, match="not tensors"):
+    with pytest.raises(BatchError, match="no tensor"):
         halves(state, {**batch_of(), "z": batch_of()["x"].numpy()})
     with pytest.raises(BatchError, match="different leading dims"):
         halves(state, {**batch_of(), "weights": torch.ones(2)})

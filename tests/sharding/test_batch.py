@@ -55,6 +55,11 @@ def test_parts_are_views_and_what_has_no_rows_stays() -> None:
     [
         ({"x": torch.zeros(7, 2), "y": torch.zeros(3)}, ["batch['x']: shape [7, 2]: dim 0", "batch['y']: shape [3]"]),
         ([torch.zeros(4, 2).numpy()], ["batch[0]: a ndarray, no tensor: give torch.as_tensor"]),
+        ({"x": torch.eye(4).to_sparse()}, ["batch['x']: a tensor of torch.sparse_coo", "make it dense"]),
+        (
+            [torch.nested.nested_tensor([torch.ones(2)] * 4, layout=torch.jagged)],
+            ["batch[0]: a nested tensor", "pad it"],
+        ),
         ({"n": 3}, ["batch is a dict without a tensor that has rows"]),
         (torch.tensor(1.0), ["batch is a Tensor without a tensor that has rows"]),
     ],

@@ -126,3 +126,25 @@ def test_samples_of_which_ranks_have_parts_are_not_clipped(spec: fs.P) -> None:
 def test_an_axis_of_one_rank_cuts_nothing() -> None:
     _, plan = made(fs.abstract_mesh((2, 1), ("data", "cp")), fs.P("data", "cp"))
     assert callable(fs.func.clipped_grad(lambda params, x: x.mean(), plan, 1.0))
+
+
+def arrays(mesh: fs.Mesh) -> list[str]:
+    """On a rank: what each way says where the rows of ranks are arrays of unequal lengths, for the loss to convert."""
+    plan = fs.make_plan({"w": torch.ones(3)}, mesh, [(".*", fs.fsdp("data"))], batch=fs.P("data"))
+    opt = fs.optim.sgd(0.1)
+    state = fs.init_state(plan, opt, params={"w": torch.ones(3)})
+
+    def loss(params: Any, x: Any) -> Any:
+        return (torch.as_tensor(x) @ params["w"]).mean()
+
+    x = torch.full((2 + mesh.rank, 3), 1.0 + mesh.rank).numpy()
+    calls = (fs.make_train_step(loss, opt, plan, donate=False), fs.make_eval_step(loss, plan))
+    return [tried(lambda call=call: call(state, x)) for call in calls] + [  # type: ignore[misc]
+        tried(lambda: fs.value_and_grad(loss, plan)(state, x)[0]),
+        tried(lambda: fs.func.sharded_loss(loss, plan)(state.params, x)),
+    ]
+
+
+def test_rows_of_arrays_count() -> None:
+    for said in sum(on_ranks(2, arrays), []):
+        assert "rank 0: 2 rows\n  rank 1: 3 rows" in said, said

@@ -272,7 +272,10 @@ def test_what_a_rank_lacks_is_told_before_anything_is_gathered() -> None:
             for tool in (fs.func.clipped_grad(loss, plan, 1.0), fs.func.per_sample_grad(loss, plan)):
                 for wrong in ({"a": 3}, params):
                     try:
-                        tool(wrong if mesh.rank else params, batch if wrong != params or not mesh.rank else batch[:0])
+                        tool(
+                            wrong if mesh.rank else params,
+                            batch if wrong != params or not mesh.rank else (batch, batch[:1]),
+                        )
                     except fs.errors.ShardError as error:
                         said.append(f"{type(error).__name__}: {error}")
         return said

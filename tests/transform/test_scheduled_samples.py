@@ -116,6 +116,39 @@ def test_values_on_real_ranks(pool: Pools) -> None:
     assert not sum(pool(2).run(values, True), [])
 
 
+def poisson(rows: tuple[int, ...]) -> list[str]:
+    """On a rank: what differs from one sample after the other where ranks have so many rows, and some have none.
+
+    Rows are divided by their norms, so that a row of zeros in the place of samples would make all values nan.
+    """
+    out = []
+    with fs.make_mesh(*FLAT) as mesh:
+        layers = Layers(mesh)
+
+        def loss(params: Any, x: torch.Tensor) -> torch.Tensor:
+            return layers.loss(params, x / x.norm(dim=-1, keepdim=True))
+
+        params, x = fs.shard(layers.whole, layers.plan), layers.x[: sum(rows)]
+        first, last = sum(rows[: mesh.rank]), sum(rows[: mesh.rank + 1])
+        want = one_by_one(loss, layers.whole, x) if len(x) else {}
+        norms = sum((g.flatten(1).square().sum(1) for g in want.values()), torch.zeros(len(x))).sqrt()
+        summed = {path: torch.tensordot((0.1 / norms).clamp(max=1), g, 1) for path, g in want.items()}
+        for microbatch in (None, 2):
+            total, found = fs.func.clipped_grad(loss, layers.plan, 0.1, microbatch=microbatch)(params, x[first:last])
+            out += differences(total, tree.nest(summed) or tree.map(torch.zeros_like, layers.whole), layers.plan, "sum")
+            out += ["norms"] * (
+                found.shape != (last - first,) or not torch.allclose(found, norms[first:last].double(), 1e-10)
+            )
+        each = dict(tree.paths(fs.func.per_sample_grad(loss, layers.plan)(params, x[first:last])))
+        out += [f"rows of {path}" for path, g in each.items() if len(g) != last - first]
+        return out + [path for path, g in want.items() if not torch.allclose(each[path], g[first:last], 1e-10, 1e-14)]
+
+
+@pytest.mark.parametrize("rows", [(3, 0), (0, 1), (0, 0)])
+def test_a_rank_may_have_no_samples(rows: tuple[int, ...]) -> None:
+    assert not sum(fs.virtual_mesh((2,), ("any",)).run(poisson, rows), [])
+
+
 def noisy() -> bool:
     """On a rank: whether a clipped sum with noise of a tree of shards is the same without a schedule."""
     with fs.make_mesh(*FLAT) as mesh:

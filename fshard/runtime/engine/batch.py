@@ -12,7 +12,7 @@ from fshard import tree
 from fshard.arguments import kind
 from fshard.errors import BatchError, lines
 from fshard.model.foreign_objects import held, opaque, tensors_in
-from fshard.sharding.local_batch import Rows
+from fshard.sharding.local_batch import Rows, without_rows
 from fshard.sharding.spec import P, axes_of
 
 STEERING = (bool, int, str, bytes, type(None))
@@ -27,8 +27,8 @@ def signature(batch: Any) -> Hashable:
 
 
 def leading_dims(batch: Any) -> tuple[int, ...]:
-    """The first dim of each tensor of a batch that has dims."""
-    return tuple(x.shape[0] for x in tree.leaves(batch) if isinstance(x, Tensor) and x.ndim)
+    """The first dim of each tensor of a batch that has dims, and of each array: a loss may make tensors of them."""
+    return tuple(x.shape[0] for x in tree.leaves(batch) if (x.ndim if isinstance(x, Tensor) else _is_array(x)))
 
 
 def along_rows(spec: P) -> bool:
@@ -104,11 +104,26 @@ def microbatches(batch: Any, count: int, spec: P = P()) -> list[Any]:  # noqa: B
     return [tree.unflatten(structure, [part[i] for part in parts]) for i in range(count)]
 
 
+def check_cuttable(batch: Any, what: str, remedy: str) -> None:
+    """Refuse arrays, and tensors of layouts, whose rows cannot be cut.
+
+    Args:
+        batch: the batch.
+        what: the end of the sentence that begins with the batch.
+        remedy: what else may be given.
+
+    Raises:
+        BatchError: naming them.
+    """
+    wrong = [f"{name}: {problem}" for name, x in _named(batch) if (problem := without_rows(x))]
+    if wrong:
+        raise BatchError(lines(f"the batch {what}:", wrong, remedy))
+
+
 def _check_rows(batch: Any, count: int) -> None:
     """Refuse a batch that cannot be cut along its rows."""
-    arrays = [f"{name} is {kind(x)}" for name, x in _named(batch) if _is_array(x)]
-    if arrays:
-        raise BatchError(lines("the batch holds arrays that are not tensors:", arrays, "Make tensors of them first."))
+    remedy = "Microbatches that you cut yourself are fs.Microbatches(parts)."
+    check_cuttable(batch, f"cannot be cut into accumulate={count} microbatches", remedy)
     alike = tree.swap(lambda rows: None, Rows, batch)
     if len(set(leading_dims(alike))) > 1:
         rows = [f"{name} has shape {list(x.shape)}" for name, x in _named(alike) if isinstance(x, Tensor) and x.ndim]
