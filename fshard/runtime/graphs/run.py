@@ -147,12 +147,15 @@ class GraphCall:
             found = variant.arrange(self._run_first(variant, saved, tangents))
             self.parts = [x if kind == "leaf" else None for (kind, _), x in zip(graph.edges, found, strict=True)]
         else:
-            parts = self._run(variant.code, saved, tangents)
-            if (tape := graph.source.tape) is not None:
-                tape.keep((self.name, self.index), self.bound.paths, variant.beside(parts))
-            found = variant.arrange(parts)
+            found = variant.arrange(self._taped(variant, self._run(variant.code, saved, tangents)))
         self.host.leave_backward(self.bound.shared)
         return found
+
+    def _taped(self, variant: Variant, parts: Sequence[Tensor]) -> Sequence[Tensor]:
+        """The parts of gradients. What comes behind them goes to the tape."""
+        if (tape := self.bound.graph.source.tape) is not None:
+            tape.keep((self.name, self.index), self.bound.paths, variant.beside(parts))
+        return parts
 
     def _check_unwritten(self) -> None:
         """Refuse a backward of tensors that were written to."""
