@@ -38,7 +38,7 @@ from fshard import tree
 
 RANKS = (1, 2, 4)
 TOLERANCE, CLIP = 1e-4, 0.01
-SAMPLES = 16
+SAMPLES, HOWS = 16, (None, "fx")
 RATE, LINK = "1gbit", 125e6
 """The links of the lab, and their bytes a second."""
 PRODUCTS = ("hvp", "hvp reshard", "hvp fx", "hvp reshard fx")
@@ -79,8 +79,8 @@ class Sharded:
         loss = loss_with(model)
         self.params = fs.shard(whole, self.plan)
         self.v = fs.shard(tree.map(lambda leaf: torch.full_like(leaf, 0.01), whole), self.plan)
-        self.samples = fs.func.per_sample_grad(loss, self.plan)
-        self.clips = fs.func.clipped_grad(loss, self.plan, CLIP, reshard=reshard)
+        self.samples = {how: fs.func.per_sample_grad(loss, self.plan, compile=how) for how in HOWS}
+        self.clips = {how: fs.func.clipped_grad(loss, self.plan, CLIP, reshard=reshard, compile=how) for how in HOWS}
         self.slopes = fs.value_and_grad(loss, self.plan, schedule=fs.Policy(reshard=reshard))
         self.product = fs.func.hvp(loss, self.plan, reshard=reshard)
         self.compiled = fs.func.hvp(loss, self.plan, reshard=reshard, compile="fx")
@@ -101,13 +101,13 @@ class Sharded:
         at, v = (tree.map(torch.clone, one) for one in (self.params, self.v))
         return torch.func.jvp(lambda p: torch.func.grad(self.f)(p, x), (at,), (v,))[1]
 
-    def per_sample(self, x: Tensor) -> Any:
+    def per_sample(self, x: Tensor, how: str | None = None) -> Any:
         """The gradients of this rank's rows."""
-        return self.samples(self.params, x)
+        return self.samples[how](self.params, x)
 
-    def clipped(self, x: Tensor) -> Any:
+    def clipped(self, x: Tensor, how: str | None = None) -> Any:
         """The sum of clipped gradients of all rows."""
-        return self.clips(self.params, x)
+        return self.clips[how](self.params, x)
 
     def gradient(self, x: Tensor) -> Any:
         """The gradient, without clipping."""
@@ -289,10 +289,12 @@ def work(args: argparse.Namespace) -> int:
                 "torch.func": lambda: kept.transformed(mine),
                 "plain hvp": lambda: plain.hvp(mine),
                 "clipped": lambda: kept.clipped(mine),
+                "clipped fx": lambda: kept.clipped(mine, "fx"),
                 "gradient": lambda: kept.gradient(mine),
                 "one sample of the trace": lambda: kept.traces(mine, 1),
                 f"{SAMPLES} samples of the trace": lambda: kept.traces(mine, SAMPLES),
                 "per sample": lambda: ours.per_sample(mine),
+                "per sample fx": lambda: ours.per_sample(mine, "fx"),
                 "plain per sample": lambda: plain.per_sample(mine),
             }
             if args.products:
@@ -325,10 +327,11 @@ def measure(args: argparse.Namespace) -> int:
     for name in (*PRODUCTS, "torch.func", "torch.func reshard"):
         report.rows.append(ratio(f"2 ranks: {name} / its compute alone", "wall", times[name], times["plain hvp"]))
     many_rows(report, {**options, "rounds": rounds})
-    report.rows.append(
-        ratio("2 ranks: per sample / its compute alone", "wall", times["per sample"], times["plain per sample"])
-    )
-    report.rows.append(ratio("2 ranks: clipped / gradient", "wall", times["clipped"], times["gradient"], target=1.6))
+    for how in ("", " fx"):
+        own, alone = times[f"per sample{how}"], times["plain per sample"]
+        report.rows.append(ratio(f"2 ranks: per sample{how} / its compute alone", "wall", own, alone))
+        clipped, gradient = times[f"clipped{how}"], times["gradient"]
+        report.rows.append(ratio(f"2 ranks: clipped{how} / gradient", "wall", clipped, gradient, target=1.6))
     one, many = times["one sample of the trace"], times[f"{SAMPLES} samples of the trace"]
     report.rows.append(ratio(f"2 ranks: {SAMPLES} samples of the trace / one", "wall", many, one, target=8))
     alone, together = found[2]["gathers"]

@@ -164,6 +164,19 @@ def below_transforms(depth: int = 0) -> Iterator[list[Any]]:
             functorch.push_dynamic_layer_stack(layer)
 
 
+@contextmanager
+def without_function_mode(mode: Any) -> Iterator[None]:
+    """Leave one of the active modes of functions."""
+    left: list[Any] = []
+    try:
+        while not left or left[-1] is not mode:
+            left.append(torch._C._pop_torch_function_stack())
+        yield
+    finally:
+        for above in reversed(left):
+            torch._C._push_on_torch_function_stack(above)
+
+
 def batched(x: torch.Tensor, level: int) -> torch.Tensor:
     """Return a tensor whose first dim is the batch of the ``vmap`` of a level."""
     return cast(torch.Tensor, functorch._add_batch_dim(x, 0, level))

@@ -75,7 +75,7 @@ class SampleEngine(Engine):
                 self._sum((call.unit, call.index), factor)
                 executor.settle()
         executor.reach("backward", ROOT, 0)
-        for place in self.tape.places if factor is not None else ():
+        for place in list(self.tape.calls) if factor is not None else ():
             self._sum(place, factor)
         self.executor = None
 

@@ -6,8 +6,7 @@ has a row for each sample.
 """
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -26,13 +25,13 @@ class CaughtLeaf(NamedTuple):
     """A leaf, and what a function has for it.
 
     Attributes:
-        path: the path of the leaf.
+        path: the path of the leaf, or its number where no engine calls.
         leaf: the leaf.
         given: what the function has, which must live as long as its identity is known.
         turned: whether that is the transposed leaf.
     """
 
-    path: str
+    path: Any
     leaf: Tensor
     given: Tensor
     turned: bool = False
@@ -40,6 +39,12 @@ class CaughtLeaf(NamedTuple):
 
 Caught = dict[int, CaughtLeaf]
 """Leaves by the identity of what a function has for them."""
+
+
+def caught(rows: Sequence[Tensor], paths: Sequence[Any], leaves: Sequence[Tensor]) -> Caught:
+    """The leaves that are trained, by what a function is given for them."""
+    found = zip(rows, paths, leaves, strict=True)
+    return {id(row): CaughtLeaf(path, leaf, row) for row, path, leaf in found if leaf.requires_grad}
 
 
 class RowsOf(torch.autograd.Function):
@@ -162,38 +167,30 @@ class CaughtLayers(TorchFunctionMode):
 
     Args:
         tape: takes the gradients of samples.
-        level: the number of transforms around the loss of a sample.
+        rows: the number of samples.
         device: the type of the device.
+        place: the call of a unit that runs; None for one without an engine.
+        leaves: its leaves, by the identity of what it has for them.
 
     Attributes:
-        place: the call of a unit that runs.
-        leaves: its leaves, by the identity of what it has for them.
+        level: the number of transforms around the call.
         hooks: those on what autograd saves around it.
     """
 
-    def __init__(self, tape: SampleTape, level: int, device: str) -> None:
+    def __init__(
+        self, tape: SampleTape, rows: int, device: str, place: Place | None = OUTSIDE, leaves: Caught | None = None
+    ) -> None:
         super().__init__()
-        self.tape, self.level, self.device = tape, level, device
-        self.place = OUTSIDE
-        self.leaves: Caught = {}
+        self.tape, self.count, self.device, self.place = tape, rows, device, place
+        self.level, self.leaves = transforms_depth(), leaves or {}
         self.hooks = saved_tensors_hooks(False)
-
-    @contextmanager
-    def within(self, place: Place, leaves: Caught) -> Iterator[None]:
-        """Inside, a call of a unit runs."""
-        before = self.place, self.leaves, self.hooks
-        self.place, self.leaves, self.hooks = place, leaves, saved_tensors_hooks(False)
-        try:
-            yield
-        finally:
-            self.place, self.leaves, self.hooks = before
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if saved_tensors_hooks(False) != self.hooks:
-            raise hooked(func, self.place[0], self._paths((args, kwargs)))
+            raise hooked(func, self._unit, self._paths((args, kwargs)))
         if kwargs.get("max_norm") is not None and (paths := self._paths(args)):
-            raise renormed(func, self.place[0], paths)
+            raise renormed(func, self._unit, paths)
         rule = RULES.get(func)
         # Inside of a derivative that the loss takes itself, the output's gradient does not tell all of the weight's.
         if rule is not None and transforms_depth() == self.level and not torch.is_autocast_enabled(self.device):
@@ -203,9 +200,13 @@ class CaughtLayers(TorchFunctionMode):
         try:
             return (_padded_embedding if func is functional.embedding else func)(*args, **kwargs)
         except RuntimeError as error:
-            if (told := refused(error, func, self.place[0], self._paths((args, kwargs)))) is None:
+            if (told := refused(error, func, self._unit, self._paths((args, kwargs)))) is None:
                 raise
             raise told from error
+
+    @property
+    def _unit(self) -> str:
+        return "" if self.place is None else self.place[0]
 
     def _paths(self, given: Any) -> list[str]:
         """The paths of the leaves among arguments."""
@@ -225,7 +226,7 @@ class CaughtLayers(TorchFunctionMode):
         """A value of all samples, ``(rows, ...)``."""
         x = _read(x)
         if not functorch.is_batchedtensor(x):
-            return x.expand(self.tape.rows, *x.shape)
+            return x.expand(self.count, *x.shape)
         rows: Tensor = functorch.get_unwrapped(x).movedim(functorch.maybe_get_bdim(x), 0)
         return rows
 

@@ -3,7 +3,10 @@
 from collections.abc import Sequence
 from typing import Any
 
-from fshard.errors import TransformError
+from fshard.errors import PlanError, TransformError
+from fshard.runtime.engine.batch import along_rows
+from fshard.sharding.plan import Plan
+from fshard.sharding.spec import axes_of
 
 TOGETHER = "and samples are computed together"
 
@@ -45,6 +48,23 @@ def renormed(func: Any, unit: str, leaves: Sequence[str]) -> TransformError:
         f"{_where(unit, leaves)}{_name(func)} with max_norm= writes to its leaf, which is gathered, so that the write "
         f"would be lost: compute a new table, such as weight / weight.norm(dim=1, keepdim=True).clamp(min=1)"
     )
+
+
+def check_whole(plan: Plan, what: str) -> None:
+    """Refuse samples or leaves that several ranks have parts of: each rank would clip its part as if it were all."""
+    spec = plan.batch
+    if not along_rows(spec) or any(plan.mesh.axis_size(axes_of(entry)) > 1 for entry in spec.dims[1:]):
+        raise PlanError(
+            f"fs.func.{what}: samples lie along dim 0, and batch={spec} cuts other dims, so that ranks would take "
+            f"parts of samples for samples: share them along dim 0 alone, batch=P('axis'), with the samples there"
+        )
+    cut = [leaf for leaf in plan.leaves.values() if plan.mesh.axis_size(leaf.compute.axes) > 1]
+    if cut:
+        raise PlanError(
+            f"fs.func.{what}: ranks compute with parts of {len(cut)} leaves, such as {cut[0].path} "
+            f"{list(cut[0].shape)} by {cut[0].compute}, and the gradient of a sample is that of whole leaves: take it "
+            f"on a mesh on which the axes {cut[0].compute.axes} have one rank, for example from a checkpoint"
+        )
 
 
 def _where(unit: str, leaves: Sequence[str]) -> str:

@@ -10,7 +10,7 @@ backward frees all else (Bu et al., "Differentially private optimization on larg
 import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,20 +23,24 @@ OUTSIDE: Place = "", 0
 
 
 class LayerPart(NamedTuple):
-    """The gradients of samples by a weight, from one call of a layer.
+    """The gradients of samples by a leaf, from one call of a layer.
 
     Attributes:
-        kind: ``linear``: the product of the others, summed over positions; or ``embedding``: gradients by indices.
-        left: ``(rows, positions, width)``; of an embedding the indices, ``(rows, positions)``.
-        right: ``(rows, positions, width)``.
+        kind: ``held``: ``left`` is the gradients; ``linear``: they are the product of the others, summed over
+            positions; or ``embedding``: gradients by indices.
+        left: ``(rows, *shape)``; of a linear layer ``(rows, positions, width)``; of an embedding the indices,
+            ``(rows, positions)``.
+        right: ``(rows, positions, width)``; None beside gradients.
     """
 
     kind: str
     left: Tensor
-    right: Tensor
+    right: Tensor | None = None
 
     def held(self, leaf: Tensor) -> Tensor:
         """The gradient of each sample, ``(rows, *shape)``."""
+        if self.right is None:
+            return self.left
         if self.kind == "linear":  # products of one term each are no work for a product of matrices
             return self.left.mT @ self.right if self.left.shape[1] != 1 else self.left.mT * self.right
         rows = len(self.left)
@@ -45,8 +49,11 @@ class LayerPart(NamedTuple):
 
     def summed(self, leaf: Tensor, factor: Tensor) -> Tensor:
         """The sum of the samples' gradients, each times its factor. Samples without a factor do not count."""
-        left, right = self.left[: len(factor)], self.right[: len(factor)]
-        weighted = right * factor.to(right).view(-1, 1, 1)
+        left = self.left[: len(factor)]
+        if self.right is None:
+            total: Tensor = torch.tensordot(factor.to(left), left, 1)
+            return total
+        weighted = self.right[: len(factor)] * factor.to(self.right).view(-1, 1, 1)
         if self.kind == "linear":
             return left.flatten(0, 1).mT @ weighted.flatten(0, 1)
         return self._scattered(left, weighted, len(leaf))
@@ -57,78 +64,88 @@ class LayerPart(NamedTuple):
         return values.new_zeros(count, values.shape[-1]).index_add(0, at.flatten(), values)
 
 
-@dataclass
+Parts = dict[Any, list[LayerPart]]
+"""What a call has left of the gradients of samples, by path; by the number of the leaf where no engine calls."""
+
+
+@dataclass(eq=False)
 class SampleTape:
     """The gradients of single samples that a backward has left.
 
     Attributes:
         ghosts: whether layers keep what their gradients are made of, in the place of these.
         rows: the number of samples.
-        held: gradients, ``(rows, *shape)``, by call of a unit and path.
-        layers: what layers kept, likewise.
+        calls: what each call of a unit has left.
+        trial: what the latest call of a unit's function without an engine has left.
     """
 
     ghosts: bool
     rows: int = 0
-    held: dict[Place, Flat] = field(default_factory=dict)
-    layers: dict[Place, dict[str, list[LayerPart]]] = field(default_factory=dict)
+    calls: dict[Place, Parts] = field(default_factory=dict)
+    trial: Parts = field(default_factory=dict)
 
     def begin(self, rows: int) -> None:
         """Discard everything, for a backward of so many samples."""
         self.rows = rows
-        self.held.clear()
-        self.layers.clear()
+        self.calls.clear()
 
-    def hold(self, place: Place, path: str, grad: Tensor) -> None:
+    def _parts(self, place: Place | None, path: Any) -> list[LayerPart]:
+        left = self.trial if place is None else self.calls.setdefault(place, {})
+        return left.setdefault(path, [])
+
+    def hold(self, place: Place | None, path: Any, grad: Tensor) -> None:
         """Add gradients of samples."""
-        held = self.held.setdefault(place, {})
-        held[path] = held[path] + grad if path in held else grad
+        parts = self._parts(place, path)
+        for number, part in enumerate(parts):
+            if part.kind == "held":
+                parts[number] = LayerPart("held", part.left + grad)
+                return
+        parts.append(LayerPart("held", grad))
 
-    def put(self, place: Place, path: str, leaf: Tensor, part: LayerPart) -> None:
+    def put(self, place: Place | None, path: Any, leaf: Tensor, part: LayerPart) -> None:
         """Take what the gradients of samples are made of."""
         if self.ghosts:
-            self.layers.setdefault(place, {}).setdefault(path, []).append(part)
+            self._parts(place, path).append(part)
         else:
             self.hold(place, path, part.held(leaf))
+
+    def tried(self) -> Parts:
+        """Return what the latest call without an engine has left, by the number of the leaf. It is left out then."""
+        found, self.trial = self.trial, {}
+        return found
+
+    def keep(self, place: Place, paths: Sequence[str], left: Parts) -> None:
+        """Take what the graph of a call has left."""
+        self.calls[place] = {paths[number]: parts for number, parts in left.items()}
 
     def norms(self, shapes: Mapping[str, Tensor], dtype: torch.dtype, device: torch.device) -> Tensor:
         """The norm of each sample's gradient over all leaves, ``(rows,)``, given a tensor like each leaf."""
         found = []
         for path, leaf in shapes.items():
-            parts = [part for at in self.layers.values() for part in at.get(path, ())]
-            held = [at[path] for at in self.held.values() if path in at]
-            if parts and (held or len({part.kind for part in parts}) > 1):
-                held, parts = [*held, *[part.held(leaf) for part in parts]], []
-            if held:
-                whole = held[0] if len(held) == 1 else torch.stack(held).sum(0)
-                found.append(whole.reshape(len(whole), -1).to(dtype).square().sum(1))
+            parts = [part for left in self.calls.values() for part in left.get(path, ())]
+            if len({part.kind for part in parts}) > 1:
+                parts = [LayerPart("held", part.held(leaf)) for part in parts]
             if parts:
                 found.append(_squares(parts, leaf, dtype))
         return torch.stack(found).sum(0).sqrt() if found else torch.zeros(self.rows, dtype=dtype, device=device)
 
     def summed(self, place: Place, shapes: Mapping[str, Tensor], factor: Tensor) -> Flat:
         """The sum of what a call has left of the samples' gradients, each times its factor. It is left out then."""
-        out: Flat = {}
-        held, layers = self.held.pop(place, {}), self.layers.pop(place, {})
-        for path in dict.fromkeys((*held, *layers)):
-            found = (
-                [torch.tensordot(factor.to(g), g[: len(factor)], 1) for g in [held.pop(path)]] if path in held else []
-            )
-            found += [part.summed(shapes[path], factor) for part in layers.pop(path, ())]
-            out[path] = functools.reduce(torch.add, found)
+        left, out = self.calls.pop(place, {}), Flat()
+        for path in list(left):
+            out[path] = functools.reduce(torch.add, [part.summed(shapes[path], factor) for part in left.pop(path)])
         return out
-
-    @property
-    def places(self) -> list[Place]:
-        """The calls that have left gradients."""
-        return [*dict.fromkeys((*self.held, *self.layers))]
 
 
 def _squares(parts: Sequence[LayerPart], leaf: Tensor, dtype: torch.dtype) -> Tensor:
-    """The squared norm of each sample's gradient by a weight."""
+    """The squared norm of each sample's gradient by a leaf, of parts of one kind."""
     kind = parts[0].kind
+    if kind == "held":
+        whole = parts[0].left if len(parts) == 1 else torch.stack([part.left for part in parts]).sum(0)
+        return whole.reshape(len(whole), -1).to(dtype).square().sum(1)
     left = torch.cat([part.left for part in parts], 1) if len(parts) > 1 else parts[0].left
-    right = (torch.cat([part.right for part in parts], 1) if len(parts) > 1 else parts[0].right).to(dtype)
+    slopes = [part.right for part in parts if part.right is not None]
+    right = (torch.cat(slopes, 1) if len(slopes) > 1 else slopes[0]).to(dtype)
     places = right.shape[1]
     if kind == "linear":
         left = left.to(dtype)
@@ -148,15 +165,15 @@ class Uses(NamedTuple):
 
     Attributes:
         tape: takes them.
-        place: the call of a unit.
-        weight: the path of the weight.
-        bias: the path of the bias; None if it has none.
+        place: the call of a unit; None for one without an engine.
+        weight: the path of the weight, or its number in such a call.
+        bias: that of the bias; None if it has none.
     """
 
     tape: SampleTape
-    place: Place
-    weight: str
-    bias: str | None = None
+    place: Place | None
+    weight: Any
+    bias: Any = None
 
     def put(self, leaf: Tensor, part: LayerPart) -> None:
         """Take what the weight's gradient is made of."""

@@ -5,9 +5,9 @@ transform: the engine runs an ordinary unit, of tensors with a row for each samp
 and backward.
 """
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import torch
@@ -21,48 +21,14 @@ from fshard.model.unit import Slot, Unit, attach, slot_of
 from fshard.runtime.engine import Mean, leading_dims, read_loss
 from fshard.runtime.engine.batch import check_cuttable
 from fshard.sharding.plan import Plan
-from fshard.torch_internals import batched, below_transforms, functorch, transforms_depth
-from fshard.transform.dual_units import Pair, Structure, TransformedUnits, joined, parted, refuse_views
-from fshard.transform.sample_layers import Caught, CaughtLayers, CaughtLeaf, RowsOf
+from fshard.torch_internals import batched, below_transforms, functorch, transforms_depth, without_function_mode
+from fshard.transform.dual_units import Pair, TransformedUnits, joined, parted, refuse_views, traced_as
+from fshard.transform.sample_layers import CaughtLayers, RowsOf, caught
 from fshard.transform.sample_tape import OUTSIDE, Place, SampleTape
 from fshard.transform.slopes import params_of
 
 Row = Callable[[Any, list[Tensor]], Tensor]
 """A loss of parameters and of the tensors of one row."""
-
-
-class Frame:
-    """A call of a unit beside its tensors.
-
-    Args:
-        spec: the structure of its parameters and arguments.
-        plain: the leaves of these that are no tensors, and None for each tensor.
-        places: where tensors are among them: the parameters, then the others.
-
-    Attributes:
-        out: the structure of its results.
-    """
-
-    def __init__(self, spec: Any, plain: list[Any], places: list[int]) -> None:
-        self.spec, self.plain, self.places = spec, plain, places
-        self.out: Structure | None = None
-
-    @classmethod
-    def of(cls, given: Any) -> tuple["Frame", list[Tensor]]:
-        """The frame of parameters and arguments, and the tensors among these."""
-        leaves, spec = tree.flatten(given)
-        places = [i for i, x in enumerate(leaves) if isinstance(x, Tensor)]
-        plain = [None if isinstance(x, Tensor) else x for x in leaves]
-        return cls(spec, plain, places), [leaves[i] for i in places]
-
-    def call(self, fn: Callable[..., Any], tensors: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-        """The results that may have gradients, and the tensors among the others."""
-        filled = list(self.plain)
-        for i, tensor in zip(self.places, tensors, strict=True):
-            filled[i] = tensor
-        params, args, kwargs = tree.unflatten(self.spec, filled)
-        self.out, found, others = parted(fn(params, *args, **kwargs))
-        return found, others
 
 
 class SampleUnits(TransformedUnits):
@@ -71,7 +37,7 @@ class SampleUnits(TransformedUnits):
     Args:
         pairs: each leaf, as the engine has it, by path.
         tape: takes the gradients of samples.
-        layers: runs layers that read leaves.
+        layers: runs layers that read leaves outside of units.
         known: the units made so far.
     """
 
@@ -80,7 +46,6 @@ class SampleUnits(TransformedUnits):
     ) -> None:
         super().__init__(pairs)
         self.tape, self.layers, self.known = tape, layers, known
-        self.paths = {id(leaf): path for path, (leaf, _) in pairs.items()}
 
     def handles(self, shapes: Mapping[str, tuple[int, ...]], casting: Casting | None) -> dict[str, Tensor]:
         """A handle for each leaf. ``shapes`` are those of whole leaves."""
@@ -91,89 +56,87 @@ class SampleUnits(TransformedUnits):
 
     def dual(self, pair: Pair) -> Tensor:
         """A leaf once for each sample."""
-        return self.rows_of(self.paths[id(pair[0])], pair[0], OUTSIDE)
-
-    def rows_of(self, path: str, leaf: Tensor, place: Place) -> Tensor:
-        """A leaf once for each sample if it is trained, in the innermost transform."""
-        with below_transforms(self.depth - 1):
-            if not leaf.requires_grad:
-                return leaf
-            made: Any = RowsOf.apply(leaf, self.tape.rows, partial(self.tape.hold, place, path))  # type: ignore[no-untyped-call]
-        return batched(made, self.depth)
+        slot = slot_of(pair[0])
+        assert slot is not None
+        return rows_of(self.tape, self.tape.rows, OUTSIDE, slot.path, pair[0])
 
     def run(self, engine: Any, unit: Unit, held: list[Pair], given: Any) -> Any:
         """The result of a unit."""
-        frame, tensors = Frame.of(given)
+        params, *rest = given
+        leaves, spec = tree.flatten(rest)
+        inputs = [_parts(x) for x in leaves]
+        args, kwargs = tree.unflatten(spec, [x for x, _ in inputs])
+        dims = [dim for x, dim in inputs if isinstance(x, Tensor)]
         if (made := self.known.get(unit)) is None:
-            made = self.known[unit] = Unit(unit.name, SampleFunction(unit))
-        inputs = [_parts(x) for x in tensors[len(held) :]]
-        called = SampleCall(self, engine, frame, [dim for _, dim in inputs])
-        with below_transforms(self.depth - 1):
-            given = called, [x for x, _ in inputs]
-            found, others = engine.call(made, {"at": [leaf for leaf, _ in held]}, given, {})
-        assert frame.out is not None
-        return joined(frame.out, *[[batched(x, self.depth) for x in some] for some in (found, others)])
+            function = traced_as(functools.partial(sample_function, unit.fn, self.tape), unit.fn)
+            vars(function)["tape"] = self.tape
+            made = self.known[unit] = Unit(unit.name, function)
+        at = tree.unflatten(tree.flatten(params)[1], [leaf for leaf, _ in held])
+        with below_transforms(self.depth - 1), without_function_mode(self.layers):
+            result = engine.call(made, at, (self.tape.rows, dims, args, kwargs), {})
+        return tree.mapped(lambda x: batched(x, self.depth) if isinstance(x, Tensor) else x, result)
 
 
-@dataclass(frozen=True, eq=False)
-class SampleCall:
-    """A call of a unit beside its tensors, as one value in which the engine looks for none.
-
-    Attributes:
-        units: what runs it.
-        engine: the engine.
-        frame: its arguments beside tensors.
-        dims: the dim of samples of each input; None for one that all samples share.
-    """
-
-    units: SampleUnits
-    engine: Any
-    frame: Frame
-    dims: list[int | None]
-
-
-class SampleFunction:
-    """A unit's function of tensors with a row for each sample.
+def sample_function(
+    fn: Callable[..., Any],
+    tape: SampleTape,
+    params: Any,
+    rows: int,
+    dims: list[int | None],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Any:
+    """A unit's result, of tensors with a row for each sample.
 
     Args:
-        unit: the unit.
+        fn: the unit's function.
+        tape: takes the gradients of samples.
+        params: its parameters, without rows.
+        rows: the number of samples.
+        dims: the dim of samples of each tensor among the other arguments; None for one that all samples share.
+        args: its other arguments.
+        kwargs: those by keyword.
     """
+    (leaves, at), (given, spec) = tree.flatten(params), tree.flatten((args, kwargs))
+    slots = [slot for leaf in leaves if (slot := slot_of(leaf)) is not None]  # there is none in a trace
+    paths: Sequence[Any] = [slot.path for slot in slots] or range(len(leaves))
+    engine: Any = slots[0].engine if slots else None
+    place, device = None if engine is None else engine.place, leaves[0].device
+    places = [i for i, x in enumerate(given) if isinstance(x, Tensor)]
+    structure: list[Any] = []
+    if place is None:
+        tape.tried()
 
-    def __init__(self, unit: Unit) -> None:
-        self.fn, self.__name__ = unit.fn, getattr(unit.fn, "__name__", "unit")
-
-    def __call__(self, read: Any, called: SampleCall, inputs: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-        """The results that may have gradients, ``(rows, ...)``, and other tensors."""
-        units, frame, leaves = called.units, called.frame, read["at"]
-        place = called.engine.place
-        paths = [_path(leaf) for leaf in leaves]
-
-        def of(_: Tensor, given: list[Tensor]) -> Any:
-            rows = [units.rows_of(path, leaf, place) for path, leaf in zip(paths, leaves, strict=True)]
-            with units.layers.within(place, caught(rows, paths, leaves)):
-                return frame.call(self.fn, [*rows, *given])
-
-        some = torch.zeros(units.tape.rows, device=leaves[0].device)
-        found, others = torch.vmap(of, (0, called.dims))(some, inputs)
-        refuse_views(self.__name__, found, leaves)
+    def of(_: Tensor, inputs: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+        filled = list(given)
+        for i, x in zip(places, inputs, strict=True):
+            filled[i] = x
+        args, kwargs = tree.unflatten(spec, filled)
+        own = [rows_of(tape, rows, place, path, leaf) for path, leaf in zip(paths, leaves, strict=True)]
+        with CaughtLayers(tape, rows, device.type, place, caught(own, paths, leaves)):
+            made, found, others = parted(fn(tree.unflatten(at, own), *args, **kwargs))
+        structure[:] = [made]
         return found, others
 
-
-def caught(rows: Sequence[Tensor], paths: Sequence[str], leaves: Sequence[Tensor]) -> Caught:
-    """The leaves that are trained, by what a function is given for them."""
-    found = zip(rows, paths, leaves, strict=True)
-    return {id(row): CaughtLeaf(path, leaf, row) for row, path, leaf in found if leaf.requires_grad}
-
-
-def _path(leaf: Tensor) -> str:
-    slot = slot_of(leaf)
-    assert slot is not None
-    return slot.path
+    some = torch.zeros(rows, device=device)
+    found, others = torch.vmap(of, (0, dims))(some, [given[i] for i in places])
+    refuse_views(getattr(fn, "__name__", "unit"), found, leaves)
+    return joined(structure[0], found, others)
 
 
-def _parts(x: Tensor) -> tuple[Tensor, int | None]:
-    """A tensor as it is below the ``vmap`` of samples, and the dim of samples."""
-    if not functorch.is_batchedtensor(x):
+def rows_of(tape: SampleTape, rows: int, place: Place | None, path: Any, leaf: Tensor) -> Tensor:
+    """A leaf once for each sample if it is trained, in the innermost transform."""
+    depth = transforms_depth()
+    with below_transforms(depth - 1):
+        if not leaf.requires_grad:
+            return leaf
+        made: Any = RowsOf.apply(leaf, rows, functools.partial(tape.hold, place, path))  # type: ignore[no-untyped-call]
+    return batched(made, depth)
+
+
+def _parts(x: Any) -> tuple[Any, int | None]:
+    """A value as it is below the ``vmap`` of samples, and the dim of samples."""
+    if not isinstance(x, Tensor) or not functorch.is_batchedtensor(x):
         return x, None
     return functorch.get_unwrapped(x), functorch.maybe_get_bdim(x)
 
@@ -201,7 +164,7 @@ class SampleLoss:
         self.tape.begin(len(tensors[0]))
 
         def of(row: list[Tensor]) -> Tensor:
-            layers = CaughtLayers(self.tape, transforms_depth(), tensors[0].device.type)
+            layers = CaughtLayers(self.tape, self.tape.rows, tensors[0].device.type)
             with layers, SampleUnits(leaves, self.tape, layers, self.known) as units:
                 return loss(params_of(self.plan, units), row)
 

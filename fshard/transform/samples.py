@@ -16,12 +16,12 @@ from fshard.collectives.scope import cutting
 from fshard.errors import PlanError
 from fshard.model.remat_function import exact
 from fshard.runtime.comm import announce, collective_call, mesh_communicator
-from fshard.runtime.engine.batch import along_rows, check_device
+from fshard.runtime.engine.batch import check_device
+from fshard.runtime.steps.backends import check_backend
 from fshard.runtime.steps.batch_rows import BatchRows
 from fshard.runtime.steps.step_options import read_running
 from fshard.schedule.policy import Policy
 from fshard.sharding.plan import Plan
-from fshard.sharding.spec import axes_of
 from fshard.state.equal import Equal
 from fshard.state.flat import Flat as FlatTree
 from fshard.transform.active_transforms import under_way
@@ -29,6 +29,7 @@ from fshard.transform.gather import gather_all, gather_some
 from fshard.transform.linearized import keeps
 from fshard.transform.meeting import LossMeeting, meeting
 from fshard.transform.sample_engine import SampleEngine, SampleFinder
+from fshard.transform.sample_refusals import check_whole
 from fshard.transform.sample_tape import OUTSIDE, Flat, SampleTape
 from fshard.transform.sample_units import SampleLoss, cut_rows, filled, of_rows, row_count
 from fshard.transform.scheduled_function import MayBeScheduled, ScheduledFunction, Schedules
@@ -53,12 +54,8 @@ class ScheduledSamples(ScheduledFunction):
     """
 
     def __init__(self, tool: "SampleTool", parts: int, plan: Plan, exact: Plan) -> None:
-        self.tape, self.norms, self.tool, self.parts = (
-            SampleTape(tool.clip_norm is not None),
-            list[Tensor](),
-            tool,
-            parts,
-        )
+        self.tape, self.norms = SampleTape(tool.clip_norm is not None), list[Tensor]()
+        self.tool, self.parts = tool, parts
         trained = frozenset(path for path, leaf in plan.leaves.items() if leaf.trainable)
         self.shapes = {path: torch.empty(plan.leaves[path].shape, device="meta") for path in trained}
         self.real: int | None = None
@@ -69,7 +66,7 @@ class ScheduledSamples(ScheduledFunction):
             loss,
             plan,
             exact if clips else frozen(exact),
-            read_running(policy, False),
+            read_running(policy, False, tool.compile),
             tool.call,
             True,
             accumulate=parts,
@@ -105,16 +102,24 @@ class SampleTool(MayBeScheduled):
         plan: the plan.
         call: what ranks call it when they compare their calls.
         reshard: whether units are gathered again in each pass; None for models of which that saves memory.
+        compile: the backend of unit graphs.
         clip_norm: the largest norm of a sample's gradient; None where gradients are asked for themselves.
     """
 
     def __init__(
-        self, loss_fn: LossFn, plan: Plan, call: str, reshard: bool | None, clip_norm: float | None = None
+        self,
+        loss_fn: LossFn,
+        plan: Plan,
+        call: str,
+        reshard: bool | None,
+        compile: str | None,
+        clip_norm: float | None = None,
     ) -> None:
         check_loss(loss_fn, plan)
+        check_backend(compile)
         expect(call, [("reshard", reshard, (bool, type(None)), "True, False or None")])
-        _check_whole(plan, call)
-        self.loss_fn, self.plan, self.call, self.clip_norm = loss_fn, plan, call, clip_norm
+        check_whole(plan, call)
+        self.loss_fn, self.plan, self.call, self.compile, self.clip_norm = loss_fn, plan, call, compile, clip_norm
         self.reshard = not keeps(plan) if reshard is None else reshard
         self._parted: dict[int, Schedules] = {}
         self._schedules = self._in(1)
@@ -182,7 +187,8 @@ class SampleTool(MayBeScheduled):
 
             tape.begin(len(rows[0]))
             by = {path: leaves[path] for path in paths}
-            tape.held[OUTSIDE] = torch.vmap(torch.func.grad(one), (None, 0))(by, rows)
+            for path, grad in torch.vmap(torch.func.grad(one), (None, 0))(by, rows).items():
+                tape.hold(OUTSIDE, path, grad)
             return tape
         own = {path: leaf.detach().requires_grad_(path in paths) for path, leaf in leaves.items()}
         with torch.enable_grad(), exact():
@@ -223,9 +229,15 @@ class ClippedGradient(SampleTool):
     clip_norm: float
 
     def __init__(
-        self, loss_fn: LossFn, plan: Plan, clip_norm: float, microbatch: int | None, reshard: bool | None
+        self,
+        loss_fn: LossFn,
+        plan: Plan,
+        clip_norm: float,
+        microbatch: int | None,
+        reshard: bool | None,
+        compile: str | None,
     ) -> None:
-        super().__init__(loss_fn, plan, "clipped_grad", reshard, clip_norm)
+        super().__init__(loss_fn, plan, "clipped_grad", reshard, compile, clip_norm)
         self.microbatch = microbatch
 
     @collective_call
@@ -264,7 +276,7 @@ class ClippedGradient(SampleTool):
         for part in cut_rows(batch, self.microbatch):
             tape = self._taped({**fixed, **whole}, list(whole), part)
             norms.append(tape.norms(whole, dtype, self.plan.mesh.device)[:real])
-            for place in tape.places:
+            for place in list(tape.calls):
                 for path, g in tape.summed(place, whole, clipping(norms[-1], self.clip_norm)).items():
                     total[path] = total[path] + g
         return total, torch.cat(norms)
@@ -285,7 +297,7 @@ def held_by(tape: SampleTape, plan: Plan, real: int | None) -> dict[str, Any]:
     """
     out = {}
     for path, leaf in plan.leaves.items():
-        parts = [at.pop(path) for at in tape.held.values() if path in at]
+        parts = [part.left for left in tape.calls.values() for part in left.pop(path, ())]
         if parts:
             out[path] = functools.reduce(torch.add, parts).to(leaf.dtype).contiguous()
         elif leaf.trainable:
@@ -294,7 +306,9 @@ def held_by(tape: SampleTape, plan: Plan, real: int | None) -> dict[str, Any]:
     return tree.nest({path: grads[:real] for path, grads in out.items()})
 
 
-def per_sample_grad(loss_fn: LossFn, plan: Plan, *, reshard: bool | None = None) -> SampleGradients:
+def per_sample_grad(
+    loss_fn: LossFn, plan: Plan, *, reshard: bool | None = None, compile: str | None = None
+) -> SampleGradients:
     """The gradient of each sample's own loss: ``per_sample_grad(loss_fn, plan)(params, batch)``.
 
     Args:
@@ -303,6 +317,8 @@ def per_sample_grad(loss_fn: LossFn, plan: Plan, *, reshard: bool | None = None)
         plan: the plan.
         reshard: free a unit's parameters after its forward, and gather them again for its backward. None chooses False
             for models whose parameters take up to 128 MiB.
+        compile: as for ``fs.make_train_step``, of the graphs of a unit of all samples, which calls on a schedule run:
+            ``print(grads.units)``.
 
     Returns:
         The function. It returns a tree of the trainable leaves, each of shape ``(rows of this rank's batch, *whole leaf
@@ -320,11 +336,17 @@ def per_sample_grad(loss_fn: LossFn, plan: Plan, *, reshard: bool | None = None)
     >>> grads({"w": w.flatten()}, torch.ones(3, 2))["w"].shape
     torch.Size([3, 2, 2])
     """
-    return SampleGradients(loss_fn, plan, "per_sample_grad", reshard)
+    return SampleGradients(loss_fn, plan, "per_sample_grad", reshard, compile)
 
 
 def clipped_grad(
-    loss_fn: LossFn, plan: Plan, clip_norm: float, *, microbatch: int | None = None, reshard: bool | None = None
+    loss_fn: LossFn,
+    plan: Plan,
+    clip_norm: float,
+    *,
+    microbatch: int | None = None,
+    reshard: bool | None = None,
+    compile: str | None = None,
 ) -> ClippedGradient:
     """The sum over the global batch of the samples' gradients, each clipped to a norm:
     ``clipped_grad(loss_fn, plan, clip_norm)(params, batch) -> (sum, norms)``.
@@ -340,6 +362,7 @@ def clipped_grad(
         clip_norm: the largest norm, over all leaves, of a sample's gradient; larger ones are scaled down to it.
         microbatch: rows that are computed at once; None for all. Results are equal, up to the order of float sums.
         reshard: as for ``per_sample_grad``.
+        compile: likewise.
 
     Returns:
         The function. ``sum`` is a tree of shards like ``params``, zero for frozen leaves; ``norms``, ``(rows,)``, are
@@ -357,25 +380,8 @@ def clipped_grad(
     ({'w': tensor([0.6000, 0.6000, 0.6000, 0.6000])}, tensor([2.0000, 0.2000]))
     """
     check_loss(loss_fn, plan)
-    _check_whole(plan, "clipped_grad")
+    check_whole(plan, "clipped_grad")
     expect("clipped_grad(loss_fn, plan, clip_norm)", [("clip_norm", clip_norm, (int, float), "a positive number")])
     if not clip_norm > 0 or (microbatch is not None and (not isinstance(microbatch, int) or microbatch < 1)):
         raise PlanError(f"clipped_grad(clip_norm={clip_norm}, microbatch={microbatch}): both must be positive")
-    return ClippedGradient(loss_fn, plan, float(clip_norm), microbatch, reshard)
-
-
-def _check_whole(plan: Plan, what: str) -> None:
-    """Refuse samples or leaves that several ranks have parts of: each rank would clip its part as if it were all."""
-    spec = plan.batch
-    if not along_rows(spec) or any(plan.mesh.axis_size(axes_of(entry)) > 1 for entry in spec.dims[1:]):
-        raise PlanError(
-            f"fs.func.{what}: samples lie along dim 0, and batch={spec} cuts other dims, so that ranks would take "
-            f"parts of samples for samples: share them along dim 0 alone, batch=P('axis'), with the samples there"
-        )
-    cut = [leaf for leaf in plan.leaves.values() if plan.mesh.axis_size(leaf.compute.axes) > 1]
-    if cut:
-        raise PlanError(
-            f"fs.func.{what}: ranks compute with parts of {len(cut)} leaves, such as {cut[0].path} "
-            f"{list(cut[0].shape)} by {cut[0].compute}, and the gradient of a sample is that of whole leaves: take it "
-            f"on a mesh on which the axes {cut[0].compute.axes} have one rank, for example from a checkpoint"
-        )
+    return ClippedGradient(loss_fn, plan, float(clip_norm), microbatch, reshard, compile)

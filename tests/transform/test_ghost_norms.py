@@ -203,7 +203,8 @@ SPLITS: dict[int, list[int]] = {1: [], 2: [2], 4: [2, 3, 4]}
 
 def noted(tape: SampleTape, norms: Any, seen: set[str], *args: Any) -> Tensor:
     """The norms of a tape, whose layers are written down."""
-    seen.update(*tape.layers.values())
+    for left in tape.calls.values():
+        seen.update(path for path, parts in left.items() for part in parts if part.kind != "held")
     return norms(tape, *args)
 
 

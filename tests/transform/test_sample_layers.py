@@ -157,10 +157,14 @@ def told(name: str, outside: bool) -> list[str]:
         def loss(p: Any, x: Tensor) -> Any:
             return model.apply(p, x).square().mean()
 
-        for tool in (fs.func.per_sample_grad(loss, plan), fs.func.clipped_grad(loss, plan, 1.0)):
-            with pytest.raises(TransformError) as error:
-                tool(params, batch)
-            found.append(str(error.value))
+        for how in (None, "fx"):
+            for tool in (
+                fs.func.per_sample_grad(loss, plan, compile=how),
+                fs.func.clipped_grad(loss, plan, 1.0, compile=how),
+            ):
+                with pytest.raises(TransformError) as error:
+                    tool(params, batch)
+                found.append(str(error.value))
     return found
 
 

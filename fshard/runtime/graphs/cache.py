@@ -202,7 +202,7 @@ class Graphs:
         self.cache.note(name, found)
         if isinstance(found, Graph):
             rounded = [x for leaf in leaves for x in rows_of(leaf) or ()]
-            bound = Bound(found, [*leaves, *rounded], [self.places[path] for path in paths], self.grads)
+            bound = Bound(found, [*leaves, *rounded], paths, [self.places[path] for path in paths], self.grads)
             if found.source.fn is not unit.fn:
                 around = Surroundings(unit.fn, around.reads)  # an equal unit reads values of its own
         form = GraphForm(around, bound)
@@ -216,7 +216,8 @@ class Graphs:
         grad = torch.is_grad_enabled()
         rounded = {n: rows for n, leaf in enumerate(leaves) if (rows := rows_of(leaf)) is not None}
         metas = tuple(meta_of(x, grad) for x in (*leaves, *(x for rows in rounded.values() for x in rows)))
-        shared = [n for n, path in enumerate(paths) if self.readers.get(self.places[path][0], 0) > 1]
+        taped = hasattr(unit.fn, "tape")  # it leaves gradients elsewhere, and none for the group
+        shared = [n for n, path in enumerate(paths) if taped or self.readers.get(self.places[path][0], 0) > 1]
         return Source(
             fn=unit.fn,
             params=tree.flatten(params)[1],

@@ -8,9 +8,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fshard import tree
 from fshard.runtime.graphs.emit import GraphCode, PartedCode
 from fshard.runtime.graphs.partition import Halves, cut
-from fshard.runtime.graphs.trace_unit import GraphResult, Joint, Place, Source, Tangents, UntraceableUnit, trace
+from fshard.runtime.graphs.trace_unit import (
+    GraphResult,
+    Joint,
+    Left,
+    Place,
+    Source,
+    Tangents,
+    UntraceableUnit,
+    trace,
+)
 from fshard.torch_internals import BelowAutograd, DisableAutocast, DisableTorchFunction, any_autocast, function_modes
 
 Compiler = Callable[[Halves, Sequence[int], Sequence[str] | None], GraphCode]
@@ -36,16 +46,24 @@ class Variant:
     edges: tuple[int, ...]  # for each edge of the autograd node the number of its part, or -1
     extra: tuple[tuple[int, int], ...]  # further parts, each with the edge that it is added to
     straight: bool  # whether the parts are the gradients of the edges, in their order
+    left: Left  # what it leaves beside gradients, whose tensors come behind so many parts
+    count: int
 
     def arrange(self, parts: Sequence[Tensor]) -> Sequence[Tensor | None]:
         """The gradient of each edge."""
         if self.straight:
-            return parts
+            return parts[: self.count]
         found = [parts[i] if i >= 0 else None for i in self.edges]
         for part, edge in self.extra:
             held = found[edge]
             found[edge] = parts[part] if held is None else held + parts[part]
         return found
+
+    def beside(self, parts: Sequence[Tensor]) -> Any:
+        """Return what it leaves beside gradients, a tree."""
+        (spec, rest), tensors = self.left, iter(parts[self.count :])
+        # Of the forward it may be the input itself, which holds the graph of what is before it.
+        return tree.unflatten(spec, [next(tensors).detach() if x is Tensor else x for x in rest])
 
 
 @dataclass(eq=False)
@@ -69,7 +87,8 @@ class Graph:
     def __post_init__(self) -> None:
         self.wanted = tuple(i for i, out in enumerate(self.result.outputs) if out.requires_grad)
         # Only calls of such graphs are nodes of autograd's graph.
-        self.differentiable = bool(self.edges or self.own) and bool(self.wanted)
+        left = Tensor in self.proved.left[1]
+        self.differentiable = bool(self.edges or self.own or left) and bool(self.wanted)
 
     @property
     def proved(self) -> Variant:
@@ -90,7 +109,7 @@ class Graph:
         found = None
         try:
             halves = cut(trace(self.source, self.result, pattern), self.source.policy)
-            if {node.name for node in halves.saved} <= set(self.saved):
+            if {node.name for node in halves.saved} <= set(self.saved) and halves.joint.left == self.proved.left:
                 found = match(self.compiler(halves, self.own, self.saved), halves.joint, self.edges)
         except UntraceableUnit:
             pass
@@ -136,7 +155,7 @@ def match(code: GraphCode, joint: Joint, edges: Sequence[Place]) -> Variant:
             free.remove(part)
     extra = [(i, max(n for n, edge in enumerate(edges) if edge == joint.places[i])) for i in free]
     straight = not extra and taken == list(range(len(joint.places)))
-    return Variant(code, tuple(taken), tuple(extra), straight)
+    return Variant(code, tuple(taken), tuple(extra), straight, joint.left, len(joint.places))
 
 
 def compile_graph(source: Source, result: GraphResult, compiler: Compiler, number: int) -> Graph:

@@ -32,6 +32,8 @@ LOOSE = {torch.float64: 1e-9, torch.complex128: 1e-9, torch.float32: 1e-3, torch
 FLIPS = 0.01
 """The fraction of integers and flags that may differ in a compiled graph, because rounding decides them."""
 
+LEFT = "what the backward leaves beside gradients,"
+
 Computed = dict[str, Tensor | None]
 """By title, outputs, inputs after the call and gradients; None for a gradient of zero."""
 
@@ -100,6 +102,7 @@ class _Trial:
             with DisableAutocast():
                 grads = torch.autograd.grad(starts, list(wanted.values()), seeds, allow_unused=True)
             found |= dict(zip(wanted, grads, strict=True))
+            found |= {f"{LEFT} {n}": x for n, x in enumerate(source.left()[1])}
         return found
 
     def by_graph(self, direct: bool) -> Computed:
@@ -121,6 +124,7 @@ class _Trial:
                 else:
                     parts, grads = variant.code.backward(params, saved, *tangents)
                     own = [grads[n] for n in graph.own]
+                found |= {f"{LEFT} {n}": x for n, x in enumerate(parts[variant.count :])}
                 return found | {self._title(place): x for place, x in _totals(graph, variant, parts, own).items()}
 
     def _copies(self) -> list[Tensor]:

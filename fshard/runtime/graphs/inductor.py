@@ -159,7 +159,7 @@ class _Compiled:
     """The two compiled halves, and the order of their arguments."""
 
     def __init__(self, joint: Joint, first: fx.GraphModule, second: fx.GraphModule | None, own: Sequence[int]) -> None:
-        self.leaves, self.count, self.parts = len(joint.leaves), joint.count, len(joint.places)
+        self.leaves, self.count, self.parts = len(joint.leaves), joint.count, len(joint.parts)
         self.filled = [n for n, i in enumerate(own) if joint.present[i]]
         self.zeros = [n for n, i in enumerate(own) if not joint.present[i]]
         self.present = joint.present

@@ -25,9 +25,14 @@ class Bound:
     """A graph and the leaves of one unit: for each its group and its number in it, and by group their gradients."""
 
     def __init__(
-        self, graph: Graph, leaves: list[Tensor], places: Sequence[tuple[int, int]], grads: dict[int, list[Tensor]]
+        self,
+        graph: Graph,
+        leaves: list[Tensor],
+        paths: Sequence[str],
+        places: Sequence[tuple[int, int]],
+        grads: dict[int, list[Tensor]],
     ) -> None:
-        self.graph, self.leaves = graph, leaves
+        self.graph, self.leaves, self.paths = graph, leaves, paths
         self.epoch = -1
         self.views: Any = None
         self.own: dict[int, list[int]] = {}
@@ -38,7 +43,7 @@ class Bound:
         self.claims = [(group, len(numbers) == len(grads[group])) for group, numbers in self.own.items()]
         self.targets: dict[GraphCode | PartedCode, Any] = {}
         self.shared = any(kind == "leaf" for kind, _ in graph.edges)
-        self.anchor = [leaves[graph.own[0]]] if graph.own else []
+        self.anchor = [leaves[n] for n in (*graph.own, *graph.source.shared)[:1]]
         self.single = graph.result.leaves == (("out", 0),) and tree.flatten(0)[1] == graph.result.spec
 
     def params(self, epoch: int) -> Any:
@@ -142,9 +147,15 @@ class GraphCall:
             found = variant.arrange(self._run_first(variant, saved, tangents))
             self.parts = [x if kind == "leaf" else None for (kind, _), x in zip(graph.edges, found, strict=True)]
         else:
-            found = variant.arrange(self._run(variant.code, saved, tangents))
+            found = variant.arrange(self._taped(variant, self._run(variant.code, saved, tangents)))
         self.host.leave_backward(self.bound.shared)
         return found
+
+    def _taped(self, variant: Variant, parts: Sequence[Tensor]) -> Sequence[Tensor]:
+        """The parts of gradients. What comes behind them goes to the tape."""
+        if (tape := self.bound.graph.source.tape) is not None:
+            tape.keep((self.name, self.index), self.bound.paths, variant.beside(parts))
+        return parts
 
     def _check_unwritten(self) -> None:
         """Refuse a backward of tensors that were written to."""

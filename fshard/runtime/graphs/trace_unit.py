@@ -13,7 +13,7 @@ import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, fx
@@ -69,6 +69,20 @@ Place = tuple[str, int]
 """``("leaf" or "in", number)``: a leaf or an input that has a gradient."""
 
 
+class Tape(Protocol):
+    """Takes what the backward of a unit leaves beside gradients: the attribute ``tape`` of the unit's function."""
+
+    def tried(self) -> Any:
+        """Return what the latest call without an engine has left, a tree; leaves of the params go by their numbers."""
+
+    def keep(self, call: tuple[str, int], paths: Sequence[str], left: Any) -> None:
+        """Take such a tree of the graph of a call, given the paths of its leaves."""
+
+
+Left = tuple[Any, list[Any]]
+"""The structure of what a backward leaves, and its leaves, with ``Tensor`` for each tensor."""
+
+
 def exact(value: Any) -> tuple[Any, ...]:
     """A key that is equal for values that a program cannot tell apart; the type of a value that no graph takes."""
     if isinstance(value, Same):
@@ -102,6 +116,18 @@ class Source:
         values = tuple(x if isinstance(x, (Meta, Same)) else exact(x) for x in self.values)
         code = self.fn if kind is None else kind()
         return code, self.params, self.args, self.leaves, self.shared, values, self.policy, self.rows
+
+    @property
+    def tape(self) -> Tape | None:
+        """Takes what its backward leaves beside gradients; None if that is nothing."""
+        found: Tape | None = getattr(self.fn, "tape", None)
+        return found
+
+    def left(self) -> tuple[Left, list[Tensor]]:
+        """Return what the backward of the latest call has left beside gradients: its structure, and its tensors."""
+        leaves, spec = tree.flatten(None if self.tape is None else self.tape.tried())
+        tensors = [x for x in leaves if isinstance(x, Tensor)]
+        return (spec, [Tensor if isinstance(x, Tensor) else x for x in leaves]), tensors
 
     @property
     def inputs(self) -> list[Meta]:
@@ -154,6 +180,7 @@ class Joint:
     count: int  # of outputs
     places: list[Place]  # the leaf or input of each part of a gradient, as parts arrive
     present: list[bool]  # for each leaf whether it has a gradient here; a shared one has parts instead
+    left: Left  # what the backward leaves beside gradients
 
     @property
     def graph(self) -> fx.Graph:
@@ -162,7 +189,7 @@ class Joint:
 
     @property
     def flat(self) -> list[fx.Node]:
-        """The results of the graph: outputs, parts, gradients. Read anew each time, because nodes may be replaced."""
+        """The results: outputs, parts, what is left, gradients. Read anew each time, because nodes may be replaced."""
         return list(self.graph.output_node().args[0])  # type: ignore[arg-type]
 
     @property
@@ -172,14 +199,18 @@ class Joint:
 
     @property
     def parts(self) -> list[fx.Node]:
-        """The parts of gradients that autograd sums."""
-        return self.flat[self.count : self.count + len(self.places)]
+        """The parts of gradients that autograd sums, then what the backward leaves beside gradients."""
+        return self.flat[self.count : self._end]
 
     @property
     def grads(self) -> list[fx.Node | None]:
         """The gradient of each leaf; None where there is none."""
-        rest = iter(self.flat[self.count + len(self.places) :])
+        rest = iter(self.flat[self._end :])
         return [next(rest) if present else None for present in self.present]
+
+    @property
+    def _end(self) -> int:
+        return self.count + len(self.places) + self.left[1].count(Tensor)
 
 
 def inspect(source: Source) -> GraphResult:
@@ -260,6 +291,7 @@ class _Tracer:
         self.split = self.count = 0
         self.places: list[Place] = []
         self.present: list[bool] = []
+        self.left: Left = None, []
 
     def __call__(self, leaves: list[Tensor], inputs: list[Tensor], seeds: list[Tensor]) -> Any:
         mode = get_proxy_mode()
@@ -269,9 +301,10 @@ class _Tracer:
         self.split, self.count = len(mode.tracer.graph.nodes), len(outputs)
         wanted = [out for out in outputs if out.requires_grad]
         parts, grads = self._backward(leaves, inputs, list(itertools.compress(wanted, self.seeded)), seeds)
+        self.left, beside = self.source.left()
         self.places = [place for place, _ in parts]
         self.present = [grad is not None for grad in grads]
-        return [*outputs, *(part for _, part in parts), *(grad for grad in grads if grad is not None)]
+        return [*outputs, *(part for _, part in parts), *beside, *(grad for grad in grads if grad is not None)]
 
     def _backward(
         self, leaves: list[Tensor], inputs: list[Tensor], outputs: list[Tensor], seeds: list[Tensor]
@@ -306,6 +339,7 @@ class _Tracer:
             count=self.count,
             places=self.places,
             present=self.present,
+            left=self.left,
         )
 
 
