@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from fshard.arguments import expect
+from fshard.arguments import Want, expect
 from fshard.errors import CommError, PlanError
 from fshard.hints import teaching
 from fshard.played.cooperative import playing
@@ -56,7 +56,11 @@ def make_mesh(
     >>> make_mesh((-1,), ("data",)).size
     1
     """
-    expect("make_mesh(sizes, axis_names)", [("timeout", timeout, (int, float), "seconds, such as 300.0")])
+    wants: list[Want] = [
+        ("timeout", timeout, (int, float), "seconds, such as 300.0"),
+        ("shared_memory", shared_memory, bool, "True or False"),
+    ]
+    expect("make_mesh(sizes, axis_names)", wants)
     if not timeout > 0:
         raise PlanError(f"timeout={timeout} must be a positive number of seconds")
     thread = playing()

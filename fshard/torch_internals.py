@@ -9,7 +9,7 @@ does not need numpy. A program that imports torch before fshard gets that warnin
 """
 
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, TypeVar, cast
@@ -162,18 +162,6 @@ def below_transforms(depth: int = 0) -> Iterator[list[Any]]:
     finally:
         for layer in left:
             functorch.push_dynamic_layer_stack(layer)
-
-
-@contextmanager
-def within_transforms(layers: Sequence[Any]) -> Iterator[None]:
-    """Enter transforms again that ``below_transforms`` has left."""
-    for layer in layers:
-        functorch.push_dynamic_layer_stack(layer)
-    try:
-        yield
-    finally:
-        for _ in layers:
-            functorch.pop_dynamic_layer_stack()
 
 
 def batched(x: torch.Tensor, level: int) -> torch.Tensor:

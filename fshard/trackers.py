@@ -2,10 +2,8 @@
 
 from fshard.tracking.json_lines import JsonLines, read_lines
 from fshard.tracking.live import Live
-from fshard.tracking.mlflow import MLflow
-from fshard.tracking.tensorboard import TensorBoard
+from fshard.tracking.run_services import MLflow, TensorBoard, Wandb
 from fshard.tracking.tracker import Tracker, scalars
-from fshard.tracking.wandb import Wandb
 
 __all__ = ["JsonLines", "Live", "MLflow", "TensorBoard", "Tracker", "Wandb", "read_lines", "scalars"]
 

@@ -10,8 +10,7 @@ from typing import Any, Self, overload
 from fshard.arguments import expect
 from fshard.checkpoint.folder import CheckpointFolder, choose_steps, list_steps, step_folder
 from fshard.checkpoint.manifest import other_folder
-from fshard.checkpoint.requests import requests_of
-from fshard.checkpoint.restore import TakeRules, restore_step
+from fshard.checkpoint.restore import TakeRules, requests_of, restore_step
 from fshard.checkpoint.save import Save, Snapshot, check_json, head_of, remove_failed, save_facts, write_and_commit
 from fshard.checkpoint.states import States, all_entries, by_name, one_mesh, seen_here, step_of
 from fshard.checkpoint.when import Interval, Retention, check_steps

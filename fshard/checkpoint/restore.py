@@ -4,14 +4,16 @@ import os
 import re
 from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
+from fshard.arguments import Want, expect, kind
 from fshard.checkpoint.folder import read_manifest, step_folder
 from fshard.checkpoint.manifest import Manifest, TensorInfo, other_folder
 from fshard.checkpoint.ranges import Slice
 from fshard.checkpoint.read import read_into
-from fshard.checkpoint.states import one_mesh, whole_entries
+from fshard.checkpoint.states import beside, by_name, one_mesh, whole_entries
 from fshard.checkpoint.tensorfile import NAMES
 from fshard.errors import CheckpointError, PlanError, ShardError, TreeError, lines
 from fshard.optim.around import CARRIED, EMA
@@ -270,3 +272,24 @@ def _counted(
             yield path, manifest.step - missed, f"{names[name]} in the checkpoint"
         elif into is not None:
             yield path, into.step - into.late.get(path, 0), f"{name} of into="
+
+
+def requests_of(
+    plan: Any, opt: Any, step: int | None, cast: bool, rules: TakeRules | None, into: Any
+) -> dict[str, RestoreRequest]:
+    """The arguments of a restore for each state, checked."""
+    call = "restore(plan, opt)"
+    if not isinstance(plan, Plan | Mapping):
+        raise PlanError(f"{call} takes a plan, and was given {kind(plan)}")
+    plans = by_name(plan, Plan, call)
+    opts, kept = beside(opt, plans, call, "opt"), beside(into, plans, call, "into")
+    wants: list[Want] = [
+        ("step", step, (int, type(None)), "an int, or None for the newest"),
+        ("rules", rules, (list, tuple, type(None)), "a list of (pattern, name in the checkpoint or None)"),
+        *(("into", one, (TrainState, type(None)), "a train state") for one in kept.values()),
+    ]
+    expect(call, wants)
+    for name, one in kept.items():
+        if one is not None:
+            one.check_plan(plans[name])
+    return {name: RestoreRequest(plans[name], opts[name], cast, rules, kept[name]) for name in plans}

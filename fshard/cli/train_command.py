@@ -22,9 +22,8 @@ from fshard.foresight.staged_foresight import foresee_stages
 from fshard.launching.caller import launch
 from fshard.pipeline.pipeline_step import PipelineStep
 from fshard.recipe.config_checks import check_config
-from fshard.recipe.config_text import key_table, to_toml
 from fshard.recipe.read_config import ReadConfig, read_config
-from fshard.recipe.run_config import planned, train
+from fshard.recipe.run_config import key_table, planned, to_toml, train
 from fshard.recipe.train_script import script_of
 from fshard.writing import write_whole
 

@@ -27,7 +27,7 @@ from fshard.schedule.simulate import Simulation, simulate
 from fshard.schedule.step_trace import Trace
 from fshard.schedule.transfers import HOST
 from fshard.sharding.mesh import Axes, Mesh, abstract_mesh
-from fshard.sharding.plan import Plan
+from fshard.sharding.plan import Plan, plan_of
 from fshard.sharding.spec import axes_of
 from fshard.training.train_step import TrainStep
 
@@ -280,7 +280,7 @@ def scaling(
     parts = sorted({max(whole >> shift, 1) for shift in range(whole.bit_length())})
     for size in parts[-8:]:
         mesh = resized(plan, axis, size) if axis else plan.mesh
-        smaller = plan.source.plan(mesh, plan.batch, plan.precision)
+        smaller = plan_of(plan.source, mesh, plan.batch, plan.precision)
         groups = group_infos(smaller, secondary=policy.secondary)
         schedule = build(task.program, groups, policy, task.accumulate)
         updates = _by_name(smaller, update_needs(smaller, opt))

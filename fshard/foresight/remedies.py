@@ -17,7 +17,7 @@ from fshard.schedule.footprint import footprint
 from fshard.schedule.policy import Policy
 from fshard.schedule.simulate import time_text
 from fshard.schedule.transfers import item_words
-from fshard.sharding.plan import Plan
+from fshard.sharding.plan import Plan, plan_of
 from fshard.sharding.rules import Rule
 from fshard.training.train_step import TrainStep
 
@@ -261,7 +261,7 @@ def _more_ranks(seen: Foresight, step: TrainStep, task: PolicyTask) -> Iterator[
     while times <= MOST_RANKS:
         mesh = resized(seen.plan, axis, seen.plan.mesh.shape[axis] * times)
         try:
-            plan = seen.plan.source.plan(mesh, seen.plan.batch, seen.plan.precision)
+            plan = plan_of(seen.plan.source, mesh, seen.plan.batch, seen.plan.precision)
         except PlanError:  # more ranks do not divide a dim, or have no use for a format
             return
         words = f"{mesh.size:,} ranks, {axis}={mesh.shape[axis]:,}, with as many rows each"

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from fshard import tree
-from fshard.arguments import expect
+from fshard.arguments import Want, expect
 from fshard.collectives.ranks import Ranks
 from fshard.errors import TreeError, lines
 from fshard.interchange.export_plan import exchange_pieces
@@ -89,7 +89,11 @@ def from_dtensor(params: Mapping[str, Any], plan: Plan) -> dict[str, Any]:
     >>> from_dtensor({"w": w}, plan)  # a plain tensor; under torchrun, from_dtensor(to_dtensor(params, plan), plan)
     {'w': tensor([1., 2., 3., 4.])}
     """
-    expect("from_dtensor(params, plan)", [("plan", plan, Plan, "what fs.make_plan returned")])
+    wants: list[Want] = [
+        ("params", params, Mapping, "a dict of tensors"),
+        ("plan", plan, Plan, "what fs.make_plan returned"),
+    ]
+    expect("from_dtensor(params, plan)", wants)
     refuse_stages("from_dtensor(params, plan)", plan)
     aliases = {alias for leaf in plan.leaves.values() for alias in leaf.aliases}
     given = plan.check_tree(tree.nest({k: v for k, v in dotted(params) if k not in aliases}), whole=True)

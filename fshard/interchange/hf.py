@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from fshard import tree
-from fshard.arguments import expect
+from fshard.arguments import Want, expect
 from fshard.checkpoint.tensorfile import TensorMeta
 from fshard.errors import PlanError, TreeError, lines
 from fshard.interchange.export import deliver, export_entries, on_one_replica, stream
@@ -138,7 +138,12 @@ def save_hf(
     ...     sorted(path.name for path in pathlib.Path(folder).iterdir())
     ['config.json', 'model.safetensors']
     """
-    expect("save_hf(state, path)", [("path", path, (str, os.PathLike), "a folder")])
+    wants: list[Want] = [
+        ("path", path, (str, os.PathLike), "a folder"),
+        ("plan", plan, (Plan, type(None)), "what fs.make_plan returned"),
+        ("rename", rename, (list, tuple), "a list of (pattern, name)"),
+    ]
+    expect("save_hf(state, path)", wants)
     limit = size_in_bytes(max_shard_size)
     settings = config.to_dict() if hasattr(config, "to_dict") else config
     if settings is not None and not isinstance(settings, Mapping):

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fshard import tree
-from fshard.arguments import expect
+from fshard.arguments import Want, expect
 from fshard.errors import PlanError, TreeError, lines
 from fshard.interchange.export import export, export_entries, stream
 from fshard.interchange.export_plan import plan_export
@@ -131,10 +131,13 @@ def from_state_dict(
     >>> fs.io.from_state_dict(module.state_dict(), plan, fs.optim.sgd(0.1))
     <TrainState of step 0: 2 leaves on rank 0>
     """
-    wants = [
+    wants: list[Want] = [
         ("params", params, Mapping, "a state dict"),
         ("plan", plan, Plan, "what fs.make_plan returned"),
         ("optim", optim, (Mapping, type(None)), "what optimizer.state_dict() returned, or None"),
+        ("seed", seed, int, "an int"),
+        ("step", step, (int, type(None)), "the number of updates, or None"),
+        ("cast", cast, bool, "True or False"),
     ]
     expect("from_state_dict(params, plan, opt)", wants)
     if optim is not None and opt is None:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from fshard.arguments import expect
 from fshard.errors import PlanError, TreeError
 from fshard.interchange.metadata import Contents
 from fshard.sharding.mesh import Mesh
@@ -28,6 +29,7 @@ def joined_mesh(mesh: Mesh, given: "DeviceMesh | None") -> "DeviceMesh":
     import torch.distributed as dist
     from torch.distributed.device_mesh import DeviceMesh
 
+    expect("to_dtensor(params, plan)", [("device_mesh", given, (DeviceMesh, type(None)), "a DeviceMesh, or None")])
     if given is None:
         if mesh.whole is not mesh:
             raise PlanError(

@@ -72,17 +72,18 @@ def _check_undistributed(module: nn.Module) -> None:
 
 def check_module(module: nn.Module) -> None:
     """Refuse modules that are compiled or distributed otherwise, and hooks of tensors, which no step would call."""
-    compiled = [
-        f"{path or 'the module itself'}: {type(below._orig_mod).__name__}, compiled"
-        for path, below in module.named_modules()
-        if isinstance(getattr(below, "_orig_mod", None), nn.Module)
-    ]
+    compiled = {path: name for path, below in module.named_modules() if (name := _compiled(below))}
     if compiled:
+        rows = [
+            f"{path or 'the module itself'}: {name}, compiled"
+            for path, name in compiled.items()
+            if not any(path != above and f"{path}.".startswith(f"{above}." * bool(above)) for above in compiled)
+        ]
         remedy = (
-            "Split the module that was given to torch.compile, and let the step compile its units: "
-            "fs.make_train_step(..., compile='inductor')."
+            "Split the module that was given to torch.compile, torch.jit.script or torch.jit.trace, and let the step "
+            "compile its units: fs.make_train_step(..., compile='inductor')."
         )
-        raise PlanError(lines("fs.split(module) takes modules as they were before torch.compile:", compiled, remedy))
+        raise PlanError(lines("fs.split(module) takes modules as they were before a compiler:", rows, remedy))
     _check_undistributed(module)
     hooked = [
         f"{path}: {', '.join(found)}"
@@ -127,17 +128,20 @@ def private_copy(module: nn.Module, params: Iterable[Tensor], buffers: Iterable[
 
 def _check_copyable(module: nn.Module) -> None:
     problems = [
-        f"{path or 'the module itself'}: a compiled TorchScript module, whose parameters cannot be replaced"
-        for path, below in module.named_modules()
-        if isinstance(below, torch.jit.ScriptModule)
-    ]
-    problems += [
         f"{path}: has no shape yet: call the module once before"
         for path, leaf in [*module.named_parameters(), *module.named_buffers()]
         if nn.parameter.is_lazy(leaf)
     ]
     if problems:
         raise model_refusals.cannot_copy(problems)
+
+
+def _compiled(module: nn.Module) -> str:
+    """The class of a module that a compiler has wrapped; empty for one as it was written."""
+    if isinstance(module, torch.jit.ScriptModule):
+        return str(module.original_name)
+    original = getattr(module, "_orig_mod", None)
+    return type(original).__name__ if isinstance(original, nn.Module) else ""
 
 
 def _nothing() -> None:

@@ -188,7 +188,7 @@ def bernoulli(
         bool.
 
     Raises:
-        PlanError: as for ``uniform``; or ``p`` is not a number.
+        PlanError: as for ``uniform``; or ``p`` is not a number, or one outside of 0 to 1.
 
     >>> heads = bernoulli(key(0), 0.5, (1000,))
     >>> heads.dtype, 450 < int(heads.sum()) < 550
@@ -198,6 +198,8 @@ def bernoulli(
         raise PlanError(
             f"fs.random.bernoulli(p={p!r}): give a probability, a number or a tensor; the shape comes after it"
         )
+    if not isinstance(p, Tensor) and not 0 <= p <= 1:
+        raise PlanError(f"fs.random.bernoulli(p={p!r}): a probability is from 0 to 1")
     if shape is None:
         shape = p.shape if isinstance(p, Tensor) else ()
     words = _draw(key, DrawnBox.of(shape, start, of), integers)

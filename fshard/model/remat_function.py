@@ -106,6 +106,7 @@ class Recomputed:
     context: contextvars.Context  # that of the call: autograd's thread of a device, where it may run again, has none
     reverse: bool = False  # whether its forward derivative is taken by two reverse ones
     what: str = ""  # what it computes, for errors
+    known: tuple[Tensor, ...] = ()  # its results, if somebody else has computed them
 
     def __call__(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         with _autocast(self.autocast), exact():
@@ -177,6 +178,21 @@ class RematFunction(torch.autograd.Function):
         rule = _jvp_by_reverse if ctx.call.reverse else _jvp
         found = ctx.call.derived(rule, tensors, wanted, ctx.places, given)
         return tuple(map(found.get, range(ctx.count)))
+
+
+class KnownFunction(RematFunction):
+    """A call whose result is known: only derivatives compute it."""
+
+    @staticmethod
+    def forward(call: Recomputed, *tensors: Tensor) -> tuple[Tensor, ...]:
+        return _own(call.known, tensors)
+
+
+def known(fn: Flat, values: Sequence[Tensor], tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """The values of a function at some tensors, which are known: it is called where a derivative of them is taken."""
+    call = Recomputed(fn, False, autocast_state(), contextvars.copy_context(), known=tuple(values))
+    found: tuple[Tensor, ...] = KnownFunction.apply(call, *tensors)  # type: ignore[no-untyped-call]
+    return found
 
 
 def exact() -> AbstractContextManager[Any]:

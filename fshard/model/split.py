@@ -224,9 +224,9 @@ def split(module: nn.Module, units: Pattern | Iterable[Pattern] = (), *, ignore:
         The model.
 
     Raises:
-        PlanError: ``module`` is not a module, or one that ``torch.compile`` made; a pattern matches nothing, a unit
-            cannot be called, or lies inside of another one; a parameter has hooks; an ignored parameter is
-            trainable.
+        PlanError: ``module`` is not a module, or ``torch.compile`` or TorchScript made it or a part of it; a pattern
+            matches nothing, a unit cannot be called, or lies inside of another one; a parameter has hooks; an ignored
+            parameter is trainable.
         UnitError: the module cannot be copied.
 
     >>> model = split(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)), units=("*",))

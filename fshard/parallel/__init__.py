@@ -17,8 +17,15 @@ axes of experts and of the context are data axes: each of their ranks has its ow
 from fshard.parallel.context_batch import context_batch, document_ids
 from fshard.parallel.experts import Dispatched, combine, dispatch, grouped_linear, moe
 from fshard.parallel.hf_attention import register_attention
-from fshard.parallel.layer_rules import column_rule, expert_rule, megatron_rules, row_rule
-from fshard.parallel.linear_layers import column_linear, local_heads, row_linear
+from fshard.parallel.linear_layers import (
+    column_linear,
+    column_rule,
+    expert_rule,
+    local_heads,
+    megatron_rules,
+    row_linear,
+    row_rule,
+)
 from fshard.parallel.model_plans import parallelize
 from fshard.parallel.ring import ring_attention
 from fshard.parallel.routing import Routing, load_balance_loss, route, z_loss

@@ -248,6 +248,7 @@ def value_and_grad(
     running = read_running(schedule, debug, compile, remat)
     wants: list[Want] = [
         ("only", only, (str, type(None)), "a regular expression for paths, or None"),
+        ("has_aux", has_aux, bool, "True or False"),
         ("loss_scale", loss_scale, (LossScale, type(None)), "fs.LossScale(...) or None"),
     ]
     expect("value_and_grad(loss_fn, plan)", wants)

@@ -9,11 +9,11 @@ from fshard.optim.base import Optimizer
 from fshard.optim.checks import is_optimizer, optimizer_meant
 from fshard.optim.scaling import LossScale
 from fshard.parts.update_metrics import UpdateMetrics
-from fshard.parts.update_part import UpdateOptions, UpdateStep
+from fshard.parts.update_part import UpdateStep
 from fshard.played.everywhere import made_on_each_rank
 from fshard.runtime.steps.clip import read_clip
 from fshard.runtime.steps.norm_sets import read_norms
-from fshard.runtime.steps.step_options import SKIPS, late_problems
+from fshard.runtime.steps.step_options import SKIPS, UpdateOptions, late_problems
 from fshard.schedule.policy import Policy
 from fshard.sharding.plan import Plan
 from fshard.sharding.stage_table import refuse_stages
@@ -87,5 +87,5 @@ def make_update(
         raise PlanError("; ".join(problems))
     chosen = plan if only is None else plan.only(only)
     clip, asked = read_clip(clip_norm, chosen), read_norms(norms, chosen)
-    options = UpdateOptions(clip, skip_norm, skip, skip_limit, loss_scale, asked, only, donate)
-    return UpdateStep(opt, plan, options)
+    options = UpdateOptions(clip, skip_norm, skip, skip_limit, loss_scale, asked, donate)
+    return UpdateStep(opt, plan, options, only)

@@ -1,8 +1,8 @@
 """``fs.make_update``: the other part of a step. Gradients become an update that the next forward hides."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,26 +12,24 @@ from fshard.errors import NonFiniteError, TreeError
 from fshard.optim.around import CARRIED
 from fshard.optim.base import Optimizer, rate
 from fshard.optim.contract import LearningRate
-from fshard.optim.scaling import LossScale
 from fshard.parts.copy_marks import Marks, axes_of_copies
 from fshard.parts.leaf_ages import Ages, ages_of, trained_leaves
 from fshard.parts.step_values import PART, running_of
-from fshard.parts.update_metrics import UpdateMetrics
-from fshard.parts.update_norms import UpdateNorms
+from fshard.parts.update_metrics import UpdateMetrics, UpdateNorms
 from fshard.runtime.comm import Facts, collective_call, digest, mesh_communicator, refuse_nested
 from fshard.runtime.execution import Gradients, PendingUpdate, Several, Shards, held_back, parts_of
 from fshard.runtime.memory.memory_spaces import update_stagings
 from fshard.runtime.memory.optimizer_layout import UpdateSlice
 from fshard.runtime.steps import refuse_transforms, scalar
 from fshard.runtime.steps.addresses import here, where
-from fshard.runtime.steps.clip import Clip, divisor
+from fshard.runtime.steps.clip import divisor
 from fshard.runtime.steps.consensus import FAILED, OK, Verdict, exchange_row
 from fshard.runtime.steps.decide import not_finite, skip_rule, skipped_by
 from fshard.runtime.steps.failures import raise_failure
 from fshard.runtime.steps.handshake import Intent, Terms, agree
 from fshard.runtime.steps.norm_sets import watched
 from fshard.runtime.steps.readings import Reading, RuleNorms, answers, squares
-from fshard.runtime.steps.step_options import name_of
+from fshard.runtime.steps.step_options import UpdateOptions
 from fshard.sharding.plan import Plan
 from fshard.state.equal import Equal
 from fshard.state.fit import check_optimizer
@@ -40,25 +38,6 @@ from fshard.state.settle import complete
 from fshard.state.state_memory import StateMemory
 from fshard.state.train_state import TrainState, expect_state, not_copied
 from fshard.training.updating import Updating
-
-
-@dataclass(frozen=True)
-class UpdateOptions:
-    """Options of ``make_update``."""
-
-    clip: Clip
-    skip_norm: float | None
-    skip: Callable[[UpdateMetrics], bool] | None
-    skip_limit: int
-    loss_scale: LossScale | None
-    norms: tuple[str, ...] | None = None
-    only: str | None = None
-    donate: bool = True
-
-    def told(self) -> dict[str, Any]:
-        """The options that must be equal on all ranks."""
-        kept = {name: getattr(self, name) for name in ("skip_norm", "skip_limit", "loss_scale", "norms")}
-        return {"update": self.only, "clip_norm": self.clip.rules, "skip": name_of(self.skip)} | kept
 
 
 class UpdateStep:
@@ -71,8 +50,8 @@ class UpdateStep:
         norms: the norms of its gradients.
     """
 
-    def __init__(self, opt: Optimizer, plan: Plan, options: UpdateOptions) -> None:
-        self.plan, self.only, self.donate = plan, options.only, options.donate
+    def __init__(self, opt: Optimizer, plan: Plan, options: UpdateOptions, only: str | None) -> None:
+        self.plan, self.only, self.donate = plan, only, options.donate
         self.rule, self.skip = skip_rule(options), options.skip
         checked, self.chosen = check_optimizer(plan, opt), plan if self.only is None else plan.only(self.only)
         self.updating = Updating(checked, plan, self.chosen, options.clip)
@@ -80,7 +59,7 @@ class UpdateStep:
         self.form = form_of(self.chosen, self.paths, "the gradients of the leaves that it updates")
         watch = watched(options.norms, self.chosen, Gradients({}, {}, frozenset()))
         self.norms = UpdateNorms(plan, self.chosen, options.clip, watch)
-        self.equal = Equal(plan, options.told(), opt)
+        self.equal = Equal(plan, {"update": only} | options.told(), opt)
         self._latest: Ages | None = None  # those of the latest state
         self._slices: dict[int, tuple[UpdateSlice, ...]] = {}  # what it updates at these ages
         self._fitting: FlatForm | None = None  # the latest form of gradients that was found to fit

@@ -3,8 +3,8 @@
 from fshard.pipeline.check_order import check_order
 from fshard.pipeline.cut import cut_units
 from fshard.pipeline.named_orders import make_order
-from fshard.pipeline.order_clock import bubble, held, held_on_ranks, times
-from fshard.pipeline.order_csv import format_csv, parse_csv, read_csv, write_csv
+from fshard.pipeline.order_clock import bubble, times
+from fshard.pipeline.order_csv import parse_csv
 from fshard.pipeline.orders import Action, PipelineOrder, parse
 
 __all__ = [
@@ -13,13 +13,8 @@ __all__ = [
     "bubble",
     "check_order",
     "cut_units",
-    "format_csv",
-    "held",
-    "held_on_ranks",
     "make_order",
     "parse",
     "parse_csv",
-    "read_csv",
     "times",
-    "write_csv",
 ]

@@ -1,4 +1,4 @@
-"""The time of an order, given what actions cost, and the microbatches that it holds. Pure and deterministic."""
+"""The time of an order, given what actions cost. Pure and deterministic."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping
@@ -78,52 +78,6 @@ def bubble(
     pairs = zip(played.starts, played.ends, strict=True)
     busy = math.fsum([end - start for starts, ends in pairs for start, end in zip(starts, ends, strict=True)])
     return 1 - busy / (step * len(order.ranks)) if step else 0.0
-
-
-def held(order: PipelineOrder) -> tuple[int, ...]:
-    """Count the microbatches of which a stage holds values for its backward, where they are most.
-
-    A stage holds a microbatch from its F to its B or W.
-
-    Args:
-        order: an order that can run.
-
-    Returns:
-        The number for each stage.
-
-    >>> from fshard.pipeline import make_order
-    >>> held(make_order("1f1b", 4, 9)), held(make_order("gpipe", 4, 9))
-    ((4, 3, 2, 1), (9, 9, 9, 9))
-    """
-    most = [0] * order.stages
-    for lane in order.ranks:
-        now = [0] * order.stages
-        for action in lane:
-            now[action.stage] += {"F": 1, "I": 0}.get(action.kind, -1)
-            most[action.stage] = max(most[action.stage], now[action.stage])
-    return tuple(most)
-
-
-def held_on_ranks(order: PipelineOrder) -> tuple[int, ...]:
-    """Count the microbatches that all stages of a rank hold together, where they are most.
-
-    Args:
-        order: an order that can run.
-
-    Returns:
-        The number for each rank; a microbatch counts once for each stage that holds it.
-
-    >>> from fshard.pipeline import make_order
-    >>> held_on_ranks(make_order("zbv", 4, 9)), held(make_order("zbv", 4, 9))
-    ((8, 8, 8, 8), (8, 7, 6, 5, 4, 3, 2, 1))
-    """
-    most = []
-    for lane in order.ranks:
-        now = [0]
-        for action in lane:
-            now.append(now[-1] + {"F": 1, "I": 0}.get(action.kind, -1))
-        most.append(max(now))
-    return tuple(most)
 
 
 def _by_stage(cost: StageCost, stages: int) -> list[float]:

@@ -14,7 +14,6 @@ empty                                       idle time
 Communication is checked and dropped: fshard places it itself.
 """
 
-import os
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -22,8 +21,6 @@ from dataclasses import dataclass
 from fshard.pipeline import pipeline_refusals
 from fshard.pipeline.orders import PipelineOrder
 from fshard.pipeline.pipeline_actions import KINDS, Action, Result, needs, results
-from fshard.reading.texts import read_text
-from fshard.writing import write_whole
 
 MESSAGES = ("SEND_F", "RECV_F", "SEND_B", "RECV_B")
 STORES = ("UNSHARD", "RESHARD", "REDUCE_GRAD")
@@ -88,66 +85,6 @@ def parse_csv(text: str, name: str = "csv") -> PipelineOrder:
     if any(cell.word in MESSAGES for row in rows for cell in row):
         _check_messages(rows, order)
     return order
-
-
-def format_csv(order: PipelineOrder) -> str:
-    """Write an order as the text of a CSV file that PyTorch reads with ``format="compute_only"``.
-
-    Args:
-        order: any order.
-
-    Returns:
-        A row a rank and a cell an action. Names and homes are not in it.
-
-    >>> from fshard.pipeline import make_order
-    >>> print(format_csv(make_order("1f1b", 2, 2)), end="")
-    0F0,0F1,0B0,0B1
-    1F0,1B0,1F1,1B1
-    """
-    return "".join([",".join(map(str, lane)) + "\n" for lane in order.ranks])
-
-
-def read_csv(path: str | os.PathLike[str], name: str = "csv") -> PipelineOrder:
-    """Read a CSV file of PyTorch's pipelines; see ``parse_csv``.
-
-    Args:
-        path: the file, of at most 64 MiB.
-        name: what the order is called.
-
-    Returns:
-        The order.
-
-    Raises:
-        PlanError: the file cannot be read.
-        ScheduleError: a cell is unknown or contradicts others.
-
-    Example::
-
-        order = read_csv("dualpipev_4rank_10mb.csv", name="dualpipev")
-        check_order(order)
-    """
-    return parse_csv(read_text(path), name)
-
-
-def write_csv(order: PipelineOrder, path: str | os.PathLike[str]) -> None:
-    """Write a CSV file that PyTorch reads; see ``format_csv``.
-
-    Args:
-        order: any order.
-        path: the file.
-
-    Raises:
-        PlanError: the file cannot be written.
-
-    >>> import tempfile
-    >>> from fshard.pipeline import make_order
-    >>> order = make_order("zbv", 2, 4)
-    >>> with tempfile.TemporaryDirectory() as folder:
-    ...     write_csv(order, f"{folder}/order.csv")
-    ...     read_csv(f"{folder}/order.csv", "zbv") == order
-    True
-    """
-    write_whole(path, format_csv(order))
 
 
 def _cells(line: str, row: int) -> Iterator[CsvCell]:

@@ -20,7 +20,7 @@ from fshard.pipeline.staged_passes import StagedPasses
 from fshard.pipeline.staged_task import OrderMaker, StagedTask, staged_communicators
 from fshard.pipeline.staged_trace import StagedProgram, trace_stages
 from fshard.runtime.comm.facts import Facts, digest
-from fshard.runtime.engine.batch import check_detached, check_device, check_even, formed, forms, microbatches, signature
+from fshard.runtime.engine.batch import check_even, formed, forms, signature
 from fshard.runtime.engine.proxies import Mispredicted
 from fshard.runtime.execution.executor import Scheduled
 from fshard.runtime.execution.observers import observers_of
@@ -113,26 +113,6 @@ class PipelineRunner(Runner):
         self.latest_step: StagedStep | None = None
         self._needs: dict[int, StageNeeds] = {}  # by the ids of ``plans``
 
-    def _prepare(self, given: StepRequest) -> Ready:
-        programs, batch, facts = self.programs, given.batch, Facts()
-        try:
-            given.refuse()
-            facts = given.facts()
-            check_device(batch, self.plan.mesh.device)
-            if programs.train:
-                check_detached(batch)
-            parts = self.cut_batch(batch)
-            found = self.cut_program(parts[0]).trace
-            if found.weighted and self.in_backward:
-                raise weighted_in_backward()
-            if programs.train and not found.weighted:
-                check_even(batch, programs.accumulate)
-        except BaseException as error:
-            decline(programs.comms.control, self.call, batch, error)
-        if (auto := programs.undecided(found)) is not None:
-            self._choose_policy(found, auto, batch, facts)
-        return self._ready(given, found, parts, facts)
-
     def _ready(self, given: StepRequest, found: ProgramTrace | None, parts: Sequence[Any], facts: Facts) -> Ready:
         """The stages of this rank with their memory, and the loop over their ops."""
         try:
@@ -148,7 +128,10 @@ class PipelineRunner(Runner):
 
     def _look(self, batch: Any) -> ProgramTrace:
         """The program of a batch."""
-        return self.cut_program(self.cut_batch(batch)[0]).trace
+        found = self.cut_program(self.cut_batch(batch)[0]).trace
+        if found.weighted and self.in_backward:
+            raise weighted_in_backward()
+        return found
 
     def _decide(self, found: ProgramTrace, auto: Auto, batch: Any) -> None:
         """Choose the order of the stages, or hold the next round of its contest. Collective."""
@@ -165,7 +148,7 @@ class PipelineRunner(Runner):
 
     def cut_batch(self, batch: Any) -> list[Any]:
         """The microbatches, which have one shape."""
-        parts = microbatches(batch, self.programs.accumulate, self.plan.batch)
+        parts = super().cut_batch(batch)
         for number, part in enumerate(parts):
             if forms(part) != forms(parts[0]):
                 raise staged_refusals.other_shapes(number, formed(part), formed(parts[0]))

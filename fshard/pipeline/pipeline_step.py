@@ -40,7 +40,37 @@ from fshard.training.evaluate import EvalStep
 from fshard.training.train_step import TrainStep, programs_of
 
 
-class PipelineStep(TrainStep):
+class StagedRuns:
+    """A step of a pipeline: the schedules of all positions."""
+
+    _staged: PipelineRunner
+
+    def trace(self, batch: Any) -> PipelineTrace:
+        """Return what a step on batches like this one does, without running it. Needs no processes: any mesh will do.
+
+        Raises:
+            PlanError: the program cannot be cut into stages, or depends on values of tensors.
+            BatchError: a step would refuse the batch: its rows cannot be cut into equal microbatches.
+        """
+        with bind(self._staged.plan.mesh, self._staged.plan.data_axes):
+            return self._staged.trace(batch)
+
+    @property
+    def schedules(self) -> PipelineSchedules:
+        """The schedules of all positions in the latest run. ``print`` them. ``schedule`` is that of this rank.
+
+        Raises:
+            PlanError: nothing has run yet.
+        """
+        latest = self._staged.latest_step
+        if latest is None:
+            raise PlanError(
+                "no schedules yet: they are found from a batch; run it once, or ask trace, which runs nothing"
+            )
+        return latest.planned.schedules
+
+
+class PipelineStep(StagedRuns, TrainStep):
     """A train step of which each rank runs its stages of the model."""
 
     def __init__(self, loss_fn: Callable[..., Any], opt: Optimizer, plan: Plan, options: Options) -> None:
@@ -59,15 +89,6 @@ class PipelineStep(TrainStep):
         super().__init__(loss_fn, opt, plan.own, options, programs, runner)
         self._staged = runner
 
-    def trace(self, batch: Any) -> PipelineTrace:
-        """Return what a step on batches like this one does, without running it. Needs no processes: any mesh will do.
-
-        Raises:
-            PlanError: the program cannot be cut into stages, or depends on values of tensors.
-            BatchError: a step would refuse the batch: its rows cannot be cut into equal microbatches.
-        """
-        return traced(self._staged, batch)
-
     def task(self, batch: Any) -> StagedTask:
         """Return what orders can be tried for, of batches like this one. Needs no processes.
 
@@ -78,22 +99,13 @@ class PipelineStep(TrainStep):
         with bind(runner.plan.mesh, runner.plan.data_axes):
             return runner.task(runner.cut_batch(batch)[0])
 
-    @property
-    def schedules(self) -> PipelineSchedules:
-        """The schedules of all positions in the latest run. ``print`` them. ``schedule`` is that of this rank.
-
-        Raises:
-            PlanError: nothing has run yet.
-        """
-        return latest_schedules(self._staged)
-
     def __repr__(self) -> str:
         whole = self.plan.whole
         assert whole is not None and whole.stages is not None
         return f"<train step of {len(whole.leaves)} leaves in {len(whole.stages.homes)} stages, {self.opt!r}>"
 
 
-class PipelineEvalStep(EvalStep):
+class PipelineEvalStep(StagedRuns, EvalStep):
     """An evaluation step of which each rank runs its stages of the model. All ranks return the result."""
 
     def __init__(self, fn: Callable[..., Any], plan: Plan, running: RunOptions, precision: Precision | None) -> None:
@@ -104,23 +116,6 @@ class PipelineEvalStep(EvalStep):
         order = functools.partial(order_of, plan.stages, name=orders_of(plan.stages)[0])  # of which forwards are run
         self._runner = self._staged = PipelineRunner(fn, self._programs(), order, infos, "evaluation step")
         self._equal = Equal(plan, running.told(), always=running.debug)
-
-    def trace(self, batch: Any) -> PipelineTrace:
-        """Return what an evaluation of batches like this one does, without running it. Any mesh will do.
-
-        Raises:
-            PlanError: the program cannot be cut into stages, or depends on values of tensors.
-        """
-        return traced(self._staged, batch)
-
-    @property
-    def schedules(self) -> PipelineSchedules:
-        """The schedules of all positions in the latest run.
-
-        Raises:
-            PlanError: nothing has run yet.
-        """
-        return latest_schedules(self._staged)
 
     def _evaluate(self, request: StepRequest) -> Any:
         result = super()._evaluate(request)
@@ -142,23 +137,6 @@ class PipelineEvalStep(EvalStep):
             else:
                 out.append(leaf)
         return tree.unflatten(spec, out)
-
-
-def traced(runner: PipelineRunner, batch: Any) -> PipelineTrace:
-    """Return what a run on batches like this one does, without running it."""
-    with bind(runner.plan.mesh, runner.plan.data_axes):
-        return runner.trace(batch)
-
-
-def latest_schedules(runner: PipelineRunner) -> PipelineSchedules:
-    """The schedules of all positions in the latest run.
-
-    Raises:
-        PlanError: nothing has run yet.
-    """
-    if runner.latest_step is None:
-        raise PlanError("no schedules yet: they are found from a batch; run it once, or ask trace, which runs nothing")
-    return runner.latest_step.planned.schedules
 
 
 def secondary_of(policy: Policy | Auto) -> Axes:

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 from fshard.played.cooperative import RankThread, Scheduler, inherited, playing, randomness, restore_randomness
+from fshard.runtime.execution.route import Observer
 from fshard.schedule.ops import Op
 from fshard.sharding.mesh import Mesh
 
@@ -12,7 +13,7 @@ POLL = 0.2
 """Seconds between two looks at whether all ranks have stopped."""
 
 
-class PausedScheduler(Scheduler):
+class PausedScheduler(Scheduler, Observer):
     """Runs ranks up to an op that none of them may begin yet.
 
     Attributes:
@@ -43,12 +44,6 @@ class PausedScheduler(Scheduler):
         self.at[thread.rank] = at
         if at >= self.allowed:
             self.wait(thread, lambda: at < self.allowed, f"leave to begin op {at}")
-
-    def end(self, at: int, op: Op) -> None:
-        """Nothing follows the end of an op."""
-
-    def end_run(self) -> None:
-        """Nothing follows the end of a run, either."""
 
     def idle(self) -> bool:
         """Tell whether all ranks that still run have stopped before an op that may not begin."""

@@ -12,8 +12,8 @@ from fshard.played.everywhere import made_on_each_rank
 from fshard.runtime.comm import collective_call, exchange, exchange_text, mesh_communicator
 from fshard.runtime.comm.copies import bits
 from fshard.runtime.comm.facts import digest
+from fshard.runtime.execution.route import Observer
 from fshard.runtime.memory.gradients import FlatGradients
-from fshard.runtime.steps import Prepared
 from fshard.schedule.ops import Op
 from fshard.schedule.policy import Policy
 from fshard.schedule.transfers import started
@@ -26,7 +26,7 @@ HOST_BYTES = 64
 """Bytes of a host's name that an error shows."""
 
 
-class GradientPrints:
+class GradientPrints(Observer):
     """Notes a number for the bits of each gradient of this rank, before it is summed with those of others.
 
     Attributes:
@@ -53,24 +53,11 @@ class GradientPrints:
             if self._first.setdefault(group, op.kind) == op.kind:
                 self.found.append((op.target, _print(gradients, group)))
 
-    def end(self, at: int, op: Op) -> None:
-        """Nothing to note."""
-
-    def end_run(self) -> None:
-        """Nothing to note."""
-
 
 def _print(gradients: FlatGradients, group: int) -> int:
     """A number for the gradient of a group, as this rank has computed it."""
-    slots = gradients.buffers[group].slots
-    if group in gradients.waiting:
-        numbers, grads = gradients.waiting[group]
-        held = [(number, grad) for number, grad in zip(numbers, grads, strict=True) if grad is not None]
-    elif group in gradients.touched:
-        held = [*enumerate(slots.grads)]
-    else:
-        return 0
-    return digest([(number, bits(grad)) for number, grad in held])
+    held = gradients.full(group)
+    return 0 if held is None else digest([(number, bits(grad)) for number, grad in held.items()])
 
 
 class RecheckedStep:
@@ -135,7 +122,7 @@ class RecheckedStep:
         """The gradients of a step, and what it returned: as long as nobody keeps that, the state stays as it is."""
         prints = GradientPrints(self.step.plan)
         with self.step.observed(batch, prints) as prepared:
-            prints.gradients = _gradients(prepared)
+            prints.gradients = prepared.actions.gradients
             made = self._once(state, batch, options)
         return prints.found, made
 
@@ -154,10 +141,6 @@ class RecheckedStep:
             for rank, at in enumerate(rows)
             if at >= 0
         ]
-
-
-def _gradients(prepared: Prepared) -> FlatGradients:
-    return prepared.actions.gradients
 
 
 def _units(plan: Plan, name: str) -> str:

@@ -1,15 +1,15 @@
-"""``fs.train``: runs the script of a config, and says which key a failure is about."""
+"""``fs.train``: runs the script of a config, writes the config as TOML, and says which key a failure is about."""
 
 import ast
 import json
 import linecache
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 import torch
 
@@ -18,8 +18,7 @@ from fshard.checkpoint.checkpointer import Checkpointer
 from fshard.errors import CheckpointError, PlanError, ShardError, TreeError, lines, missing_extra
 from fshard.launch import make_mesh
 from fshard.recipe.config_checks import check_config, data_axes, reads_weights
-from fshard.recipe.config_text import changed_meaning, to_toml
-from fshard.recipe.read_config import ReadConfig, flat, read_config
+from fshard.recipe.read_config import ReadConfig, flat, keys, read_config, type_text
 from fshard.recipe.train_config import TrainConfig
 from fshard.recipe.train_script import script_of
 from fshard.sharding.mesh import Mesh, abstract_mesh, resolve_sizes
@@ -200,3 +199,81 @@ def planned(read: ReadConfig, ranks: int) -> tuple[TrainStep, Any]:
     with about(read, "model.source", "give a model of tokens that returns logits"):
         step.trace(batch)
     return step, batch
+
+
+def to_toml(config: TrainConfig) -> str:
+    """A config as TOML, with every key."""
+    out, table = [], ""
+    for name, value in flat(config).items():
+        head, _, last = name.rpartition(".")
+        if head != table:
+            out.append(f"\n[{head}]")
+            table = head
+        out.append(f"{last} = {value_text(value)}")
+    return "\n".join(out) + "\n"
+
+
+def value_text(value: Any) -> str:
+    """A value as TOML.
+
+    >>> value_text({"depth": 2, "b c": [1.0, True]})
+    '{ depth = 2, "b c" = [1.0, true] }'
+    """
+    if isinstance(value, Mapping):
+        inside = ", ".join(f"{_key_text(name)} = {value_text(each)}" for name, each in value.items())
+        return f"{{ {inside} }}" if inside else "{}"
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(map(value_text, value))}]"
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    return json.dumps(value, ensure_ascii=False) if isinstance(value, str) else repr(value)
+
+
+def _key_text(name: str) -> str:
+    return name if re.fullmatch(r"[A-Za-z0-9_-]+", name) else json.dumps(name, ensure_ascii=False)
+
+
+def key_table() -> Iterator[tuple[str, str, str, str]]:
+    """Every key with its type, its default and a line of help."""
+    kinds, defaults = _types(), flat(TrainConfig())
+    for name, each in keys(TrainConfig):
+        choices = each.metadata.get("choices")
+        yield name, " | ".join(choices or (kinds[name],)), value_text(defaults[name]), each.metadata["help"]
+
+
+def _types() -> dict[str, str]:
+    """The type of each key in words, without the article."""
+
+    def inside(cls: Any, prefix: str) -> Iterator[tuple[str, str]]:
+        for name, hint in get_type_hints(cls).items():
+            if hasattr(hint, "__dataclass_fields__"):
+                yield from inside(hint, f"{prefix}{name}.")
+            else:
+                yield f"{prefix}{name}", type_text(hint).removeprefix("a ")
+
+    return dict(inside(TrainConfig, ""))
+
+
+def changed_meaning(before: TrainConfig, now: TrainConfig) -> list[str]:
+    """The keys in which two configs mean different runs, with both values. The steps count where the rate needs them.
+
+    >>> from dataclasses import replace
+    >>> changed_meaning(TrainConfig(), replace(TrainConfig(), seed=1, out="runs/b"))
+    ['seed: the run has 0, and the config now 1']
+    """
+    free = {name for name, each in keys(TrainConfig) if each.metadata.get("free")} | free_tables()
+    told = {"rate.total": lambda config: config.rate.total or config.steps}
+    out, old_values = [], flat(before)
+    for name, value in flat(now).items():
+        old = old_values[name]
+        if name in told and now.rate.kind != "constant":
+            old, value = told[name](before), told[name](now)
+        if old != value and name not in free:
+            out.append(f"{name}: the run has {value_text(old)}, and the config now {value_text(value)}")
+    return out
+
+
+def free_tables() -> set[str]:
+    """The keys of tables that may change as a whole."""
+    tables = {name for name, each in TrainConfig.__dataclass_fields__.items() if each.metadata.get("free")}
+    return {name for name, _ in keys(TrainConfig) if name.partition(".")[0] in tables}

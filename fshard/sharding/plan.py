@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import EllipsisType
 from typing import Any, Literal
@@ -22,11 +22,11 @@ from fshard.sharding.layout import Group, make_groups
 from fshard.sharding.leaf import Leaf
 from fshard.sharding.local_batch import local_part
 from fshard.sharding.mesh import Axes, Mesh
-from fshard.sharding.model_cuts import ModelCut, check_cuts, model_cuts
+from fshard.sharding.model_cuts import check_cuts, model_cuts
 from fshard.sharding.owners import ROOT, Modelled, owned_by, owners_of
 from fshard.sharding.part_mesh import joined_part
 from fshard.sharding.plan_table import render, render_html
-from fshard.sharding.resolve_leaves import resolve_leaves, stages_of
+from fshard.sharding.resolve_leaves import Inputs, resolve_leaves, stages_of
 from fshard.sharding.rules import RuleLike, match
 from fshard.sharding.spec import P, Shape
 from fshard.sharding.stage_table import StageCut, StageTable
@@ -34,37 +34,6 @@ from fshard.sharding.suggest_rules import suggest_rules, warn_of_no_units
 from fshard.sharding.validate import batch_spec, check_rounding, check_specs, misfit, tensors_of
 from fshard.sharding.validate_wires import check_wires, expect_wire
 from fshard.sharding.wire import Wire
-
-
-@dataclass(frozen=True)
-class Inputs:
-    """The inputs of a plan beside its mesh: facts about the model, by path, and the rules as given.
-
-    ``owners`` are the units of leaves; ``aliases`` have the first path of a tied leaf by each of its other paths.
-    """
-
-    shapes: Mapping[str, Shape]
-    dtypes: Mapping[str, torch.dtype]
-    owners: Mapping[str, str]
-    aliases: Mapping[str, str]
-    frozen: frozenset[str]
-    inits: Mapping[str, Any]
-    rules: tuple[RuleLike, ...]
-    wire: Wire
-    code: Code = Code()
-    stages: StageCut | None = None
-    cuts: Mapping[str, ModelCut] = field(default_factory=dict)
-
-    def plan(self, mesh: Mesh, batch: P, precision: Precision) -> "Plan":
-        decided = match(self.rules, self.shapes)
-        check_specs({path: (d.at_rest, d.compute) for path, d in decided.items()}, self.shapes, mesh, batch.axes)
-        stages = stages_of(self, decided, mesh, batch)
-        leaves = resolve_leaves(self, decided, mesh, batch, precision)
-        check_rounding(leaves)
-        check_cuts(self.cuts, leaves, mesh)
-        check_wires(leaves.values(), mesh, batch.axes)
-        groups = make_groups(leaves, dict(self.owners), mesh, batch.axes, stages.leaves if stages else {})
-        return Plan(mesh, batch, leaves, groups, self.inits, precision, self, self.code, stages)
 
 
 @dataclass(frozen=True)
@@ -224,7 +193,7 @@ class Plan:
         source = self.source if rules is None else dataclasses.replace(self.source, rules=tuple(rules))
         source = source if wire is None else dataclasses.replace(source, wire=wire)
         source = source if isinstance(stages, EllipsisType) else dataclasses.replace(source, stages=stages)
-        return source.plan(self.mesh, self.batch, self.precision if precision is None else precision)
+        return plan_of(source, self.mesh, self.batch, self.precision if precision is None else precision)
 
     def only(self, pattern: str) -> "Plan":
         """This plan with every leaf frozen whose path the pattern does not match as a whole. Shards stay as they are.
@@ -365,7 +334,7 @@ def make_plan(
         ("rules", rules, (list, tuple), _RULES),
         ("batch", batch, (P, type(None)), 'a spec, batch=fs.P("data")'),
         ("units", units, (str, list, tuple), "a list of globs"),
-        ("stages", getattr(stages, "table", stages), (Callable, type(None)), 'stages, fs.Stages("stage")'),
+        ("stages", stages, (StageCut, type(None)), 'stages, fs.Stages("stage")'),
     ]
     expect("make_plan(model, mesh, rules)", wants)
     precision = Precision() if precision is None else precision
@@ -389,10 +358,27 @@ def make_plan(
         stages=stages,
         cuts=model_cuts(model),
     )
-    plan = source.plan(mesh, batch, precision)
+    plan = plan_of(source, mesh, batch, precision)
     if any(group.gathered and group.parts > 1 for group in plan.groups):
         warn_of_no_units(shapes, source.dtypes, {*source.owners.values()} - {ROOT})
     return plan
 
 
 _RULES = 'a list of (pattern, spec) pairs, such as [(r".*", fs.fsdp("data"))], or "auto"'
+
+
+def plan_of(inputs: Inputs, mesh: Mesh, batch: P, precision: Precision) -> Plan:
+    """The plan of a model on a mesh.
+
+    Raises:
+        PlanError: rules do not fit the leaves, or the mesh.
+    """
+    decided = match(inputs.rules, inputs.shapes)
+    check_specs({path: (d.at_rest, d.compute) for path, d in decided.items()}, inputs.shapes, mesh, batch.axes)
+    stages = stages_of(inputs, decided, mesh, batch)
+    leaves = resolve_leaves(inputs, decided, mesh, batch, precision)
+    check_rounding(leaves)
+    check_cuts(inputs.cuts, leaves, mesh)
+    check_wires(leaves.values(), mesh, batch.axes)
+    groups = make_groups(leaves, dict(inputs.owners), mesh, batch.axes, stages.leaves if stages else {})
+    return Plan(mesh, batch, leaves, groups, inputs.inits, precision, inputs, inputs.code, stages)

@@ -2,7 +2,8 @@
 
 import math
 from collections.abc import Mapping
-from typing import Protocol
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -13,50 +14,35 @@ from fshard.sharding.kinds import kinds_of
 from fshard.sharding.layout import box
 from fshard.sharding.leaf import Leaf, ReadAs
 from fshard.sharding.mesh import Mesh
-from fshard.sharding.rules import Decision
+from fshard.sharding.model_cuts import ModelCut
+from fshard.sharding.rules import Decision, RuleLike
 from fshard.sharding.spec import P, Shape
 from fshard.sharding.stage_table import StageCut, StageFacts, StageTable, refuse_cut_leaves
 from fshard.sharding.validate import check_aligned, check_kinds, check_opt, check_trainable
 from fshard.sharding.wire import Wire, packed_format
 
 
-class LeafInputs(Protocol):
-    """The inputs of a plan of which its leaves are made."""
+@dataclass(frozen=True)
+class Inputs:
+    """The inputs of a plan beside its mesh: facts about the model, by path, and the rules as given.
 
-    @property
-    def shapes(self) -> Mapping[str, Shape]:
-        """The whole shapes, by path."""
+    ``owners`` are the units of leaves; ``aliases`` have the first path of a tied leaf by each of its other paths.
+    """
 
-    @property
-    def dtypes(self) -> Mapping[str, torch.dtype]:
-        """The dtypes."""
-
-    @property
-    def owners(self) -> Mapping[str, str]:
-        """The units that own leaves."""
-
-    @property
-    def aliases(self) -> Mapping[str, str]:
-        """The first path of a tied leaf, by each of its other paths."""
-
-    @property
-    def frozen(self) -> frozenset[str]:
-        """The leaves that are not to be trained."""
-
-    @property
-    def wire(self) -> Wire:
-        """The formats of what travels."""
-
-    @property
-    def code(self) -> Code:
-        """The module, if it is one."""
-
-    @property
-    def stages(self) -> StageCut | None:
-        """The stages of a pipeline."""
+    shapes: Mapping[str, Shape]
+    dtypes: Mapping[str, torch.dtype]
+    owners: Mapping[str, str]
+    aliases: Mapping[str, str]
+    frozen: frozenset[str]
+    inits: Mapping[str, Any]
+    rules: tuple[RuleLike, ...]
+    wire: Wire
+    code: Code = Code()
+    stages: StageCut | None = None
+    cuts: Mapping[str, ModelCut] = field(default_factory=dict)
 
 
-def stages_of(source: LeafInputs, decided: Mapping[str, Decision], mesh: Mesh, batch: P) -> StageTable | None:
+def stages_of(source: Inputs, decided: Mapping[str, Decision], mesh: Mesh, batch: P) -> StageTable | None:
     """The stages of a plan; None of one without.
 
     Raises:
@@ -72,7 +58,7 @@ def stages_of(source: LeafInputs, decided: Mapping[str, Decision], mesh: Mesh, b
 
 
 def resolve_leaves(
-    source: LeafInputs, decided: Mapping[str, Decision], mesh: Mesh, batch: P, precision: Precision
+    source: Inputs, decided: Mapping[str, Decision], mesh: Mesh, batch: P, precision: Precision
 ) -> dict[str, Leaf]:
     """Each leaf with its rule resolved against the mesh.
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from fshard.errors import PlanError, lines
 from fshard.sharding.mesh import Axes, Mesh
@@ -87,6 +87,7 @@ class StageFacts:
     batch: Axes
 
 
+@runtime_checkable
 class StageCut(Protocol):
     """The cut of a model into stages, ``fs.Stages``."""
 

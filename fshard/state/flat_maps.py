@@ -1,4 +1,4 @@
-"""Leaves to flat buffers and back, as linear maps that autograd sees.
+"""Leaves to flat buffers and back, as linear maps that autograd sees; whole leaves of all stages of a pipeline.
 
 There are three forms of a group's leaves. *Pieces* are what one rank holds of each; they make up its chunk of the
 buffer. *Compute leaves* are what units read, after the gather; they make up the full buffer, rank-major where the group
@@ -6,7 +6,7 @@ is cut along tensor dims. *Whole leaves* are the model's. Each map here has its 
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -16,7 +16,9 @@ from fshard.collectives.ranks import Ranks
 from fshard.sharding.layout import Group
 from fshard.sharding.leaf import Leaf
 from fshard.sharding.mesh import Mesh
+from fshard.sharding.plan import Plan
 from fshard.sharding.spec import axes_of
+from fshard.sharding.stage_table import StageTable
 
 
 def join_pieces(group: Group, mesh: Mesh, pieces: Sequence[Tensor]) -> Tensor:
@@ -94,3 +96,20 @@ def _spread(ranges: Sequence[tuple[int, int]], parts: Sequence[Tensor], length: 
     if at < length:
         out.append(zeros((rows[0].shape[0], length - at)))
     return torch.cat(out, -1).view(*parts[0].shape[:-1], length)
+
+
+def of_all_stages(own: Mapping[str, Tensor], plan: Plan, stages: StageTable) -> dict[str, Tensor]:
+    """The whole tensors of all stages, given those of this rank's. Collective along the axis of stages."""
+    out: dict[str, Tensor] = {}
+    ranks, frozen = Ranks(plan.mesh, (stages.axis,)), {path for path, leaf in plan.leaves.items() if not leaf.trainable}
+    # A tree of optimizer state has no frozen leaves, which ranks without any cannot see.
+    given = torch.tensor([not frozen.isdisjoint(own)], device=plan.mesh.device)
+    all_leaves = not frozen or bool(apply(given, Collect(ranks, -1)).any())
+    for path, leaf in plan.leaves.items():
+        if not all_leaves and path in frozen:
+            continue
+        mine = own.get(path)
+        row = torch.zeros(leaf.shape, dtype=leaf.dtype, device=plan.mesh.device) if mine is None else mine
+        rows = apply(row.reshape(-1), Collect(ranks, -1))
+        out[path] = rows.view(-1, row.numel())[stages.positions(path)[0]].view(leaf.shape).clone()
+    return out

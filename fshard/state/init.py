@@ -27,11 +27,10 @@ from fshard.sharding.layout import Group, Piece, global_index
 from fshard.sharding.plan import Plan
 from fshard.state.elementwise import know_shards
 from fshard.state.fit import check_optimizer
-from fshard.state.flat_maps import cut_leaves, cut_pieces, join_leaves, join_pieces, narrow, widen
+from fshard.state.flat_maps import cut_leaves, cut_pieces, join_leaves, join_pieces, narrow, of_all_stages, widen
 from fshard.state.provenance import Past, initializers_told, samples
 from fshard.state.state_memory import StateMemory
 from fshard.state.train_state import TrainState
-from fshard.state.whole_stages import of_all_stages
 
 Inits = Sequence[tuple[str, Initializer]]
 

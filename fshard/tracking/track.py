@@ -243,6 +243,7 @@ def track(
         ("trackers", trackers, (list, tuple), "a list, such as [fs.trackers.JsonLines('run.jsonl')]"),
         ("of", of, object if isinstance(mesh, Mesh) else Plan, "the step, or what fs.make_plan returned"),
         ("config", config, (Mapping, type(None)), "a dict of JSON values, or None"),
+        ("patience", patience, (int, float), "seconds, such as 30.0"),
     ]
     expect("track(trackers, of)", wants)
     assert isinstance(mesh, Mesh)

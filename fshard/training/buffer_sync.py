@@ -94,6 +94,7 @@ def sync_buffers(
     wants: list[Want] = [
         ("plan", plan, Plan, "what fs.make_plan returned"),
         ("rules", rules, (list, tuple), "a list of (pattern, 'mean' or 'local')"),
+        ("microbatches", microbatches, int, "the number of microbatches"),
     ]
     expect("sync_buffers(buffers, plan)", wants)
     refuse_stages("sync_buffers(buffers, plan)", plan)

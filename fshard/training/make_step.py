@@ -133,7 +133,7 @@ def make_train_step(
         raise PlanError("; ".join(problems))
     check_optimizer(plan, opt)
     asked = read_norms(norms, plan)
-    options = Options(clip, skip_norm, skip, accumulate, donate, running, loss_scale, asked, skip_limit)
+    options = Options(clip, skip_norm, skip, skip_limit, loss_scale, asked, donate, accumulate, running)
     warn_of_float16(plan, loss_scale)
     if isinstance(policy, Policy) and policy.graph != "none":
         return _captured(loss_fn, opt, plan, options, policy.graph)

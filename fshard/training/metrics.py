@@ -13,7 +13,7 @@ from fshard import tree
 from fshard.runtime.engine.loss_result import Mean, no_aux
 from fshard.runtime.engine.plain_values import is_float, mean_of
 from fshard.runtime.steps import scalar, widened
-from fshard.runtime.steps.pace import TRANSFERS, WAITS, waited
+from fshard.runtime.steps.protocol import TRANSFERS, WAITS, waited
 from fshard.runtime.steps.readings import read
 from fshard.schedule.ops import Op
 from fshard.schedule.schedule import Schedule

@@ -31,21 +31,20 @@ def under_way(tensors: list[Tensor]) -> bool:
     return level >= 0 and any(unpack(tensor).tangent is not None for tensor in tensors)
 
 
-def derivatives_of(taking: Sequence[Tensor], others: Sequence[Any]) -> tuple[str, ...]:
-    """The transforms around a call, the outermost first, if each is taken by all of some tensors and by no others.
+def derivatives_of(leaves: Mapping[str, Tensor], others: Sequence[Any]) -> tuple[tuple[str, ...], frozenset[str]]:
+    """The transforms around a call, if each is taken by leaves and by no other values, and these leaves.
 
     Returns:
-        Their names; none where there is none, or one is taken by other values.
+        The names of the transforms, the outermost first, and the paths of all leaves that any is taken by; nothing
+        where there is none, or one is taken by other values.
     """
     stack = functorch.get_interpreter_stack() or ()
-    numbers = {int(level.level()) for level in stack}
-    if (
-        not taking
-        or any(levels(x) != numbers for x in taking)
-        or any(levels(x) for x in others if isinstance(x, Tensor))
-    ):
-        return ()
-    return tuple(map(_name, stack))
+    found = {path: at for path, leaf in leaves.items() if (at := levels(leaf))}
+    if set[int]().union(*found.values()) != {int(level.level()) for level in stack}:
+        return (), frozenset()
+    if any(levels(x) for x in others if isinstance(x, Tensor)):
+        return (), frozenset()
+    return tuple(map(_name, stack)), frozenset(found)
 
 
 def transforms_text(params: Any, batch: Any) -> str:

@@ -162,7 +162,8 @@ def gnvp(
     The matrix is ``J^T H J``, where ``J`` is the Jacobian of the outputs and ``H`` the Hessian of the loss by them
     (Schraudolph, "Fast curvature matrix-vector products for second-order gradient descent", 2002). For a softmax with
     cross entropy it is the Fisher matrix, and it is positive semi-definite for any convex loss. For many products at
-    one point, ``gnvp(predict, loss_fn, plan).linearize(params, batch)`` is a function of ``v``.
+    one point, ``gnvp(predict, loss_fn, plan).linearize(params, batch)`` is a function of ``v``. ``hvp``
+    tells of dropout.
 
     Args:
         predict: ``predict(params, batch)``, this rank's outputs: any pytree of floating tensors.

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from fshard import tree
+from fshard.arguments import expect
 from fshard.errors import PlanError, TreeError
 from fshard.optim.adamw import adamw
 from fshard.optim.base import Optimizer, rate
@@ -84,6 +85,7 @@ def differentiable(opt: Optimizer, plan: Plan) -> Differentiable:
     >>> params["w"], state["step"]
     (tensor([0.5000, 0.5000]), 1)
     """
+    expect("differentiable(opt, plan)", [("plan", plan, Plan, "what fs.make_plan returned")])
     if not isinstance(opt, sgd | adamw):
         raise PlanError(f"{opt!r} has no differentiable form: use fs.optim.sgd or fs.optim.adamw")
     return Differentiable(opt, plan)

@@ -165,6 +165,9 @@ def hvp(
     product is a pass of that step. For many products at one point, ``hvp(loss_fn, plan).linearize(params, batch)`` is a
     function of ``v`` that computes the gradient once.
 
+    ``nn.Dropout`` draws a mask for each product, as for each call in PyTorch, also in a step: such products are of
+    different matrices. ``linearize`` draws one; ``fs.random`` with a key in the batch gives all products the same.
+
     Args:
         loss_fn: as for ``fs.make_train_step``, without aux.
         plan: the plan.

@@ -14,6 +14,8 @@ from torch.overrides import TorchFunctionMode
 
 from fshard import tree
 from fshard.errors import ScheduleError
+from fshard.model.remat_function import known
+from fshard.runtime.engine import Mean
 from fshard.runtime.engine.proxies import Proxy
 from fshard.runtime.steps import Outcome, scalar, widened
 from fshard.runtime.steps.step_options import read_running
@@ -32,14 +34,19 @@ from fshard.training.metrics import combine_aux
 from fshard.transform.active_transforms import derivatives_of
 from fshard.transform.curved_units import data_of
 from fshard.transform.dual_units import alone, make_dual
+from fshard.transform.meeting import meeting
 from fshard.transform.product_modes import Flat
 from fshard.transform.scheduled_function import MayBeScheduled, ScheduledFunction, Schedules
 from fshard.transform.sharded_loss import LossFn, Scheduled, ShardedLoss
 from fshard.transform.slopes import SlopeBesideLoss, ValueAndSlope
+from fshard.transform.tangent_plan import frozen
 
 GRAD, JVP = "grad", "jvp"
 NESTS = [(GRAD,), (JVP,), (JVP, GRAD), (GRAD, JVP)]
 """The transforms around a loss that schedules compute, the outermost first."""
+
+KINDS = 8
+"""Nests and sets of leaves whose schedules are kept."""
 
 Nest = tuple[str, ...]
 Pairs = Mapping[str, tuple[Tensor, Tensor | None]]
@@ -53,11 +60,13 @@ class Derivatives(NamedTuple):
         values: the loss, and its derivative along a direction if there is one.
         gradient: the gradient of the loss; empty where none is taken.
         product: the derivative of that along the direction.
+        aux: the auxiliary values.
     """
 
     values: tuple[Tensor, ...]
     gradient: Flat
     product: Flat
+    aux: Any = ()
 
 
 class ScheduledLoss(ShardedLoss, MayBeScheduled):
@@ -71,17 +80,26 @@ class ScheduledLoss(ShardedLoss, MayBeScheduled):
     True
     """
 
-    _nest: Nest = (GRAD,)
-
     @functools.cached_property
-    def _by_nest(self) -> dict[Nest, Schedules]:
-        return {
-            nest: Schedules(self.plan, functools.partial(self._made, nest), JVP in nest, GRAD in nest) for nest in NESTS
-        }
+    def _by_kind(self) -> dict[tuple[Nest, frozenset[str]], Schedules]:
+        """Schedules by nest and by the leaves that it is taken by, the latest at the end."""
+        return {}
 
     @property
     def _schedules(self) -> Schedules:  # type: ignore[override]
-        return self._by_nest[self._nest]
+        if not self._by_kind:
+            self._choose((GRAD,), frozenset(self.plan.leaves))
+        return next(reversed(self._by_kind.values()))
+
+    def _choose(self, nest: Nest, by: frozenset[str]) -> None:
+        """Make the schedules of a nest that is taken by some leaves the latest ones."""
+        made = self._by_kind.pop((nest, by), None)
+        if made is None:
+            if len(self._by_kind) == KINDS:  # each has memory of its own
+                del self._by_kind[next(iter(self._by_kind))]
+            make = functools.partial(self._made, nest)
+            made = Schedules(frozen(self.plan, by), make, JVP in nest, GRAD in nest)
+        self._by_kind[nest, by] = made
 
     def _made(self, nest: Nest, plan: Plan, double: Plan) -> ScheduledFunction:
         running = read_running(Policy(reshard=self.reshard), False)
@@ -94,11 +112,18 @@ class ScheduledLoss(ShardedLoss, MayBeScheduled):
     def _begun(self, params: Any, batch: Any) -> tuple[Flat, Scheduled | None]:
         flat = self._checked(params, batch)
         trained = {path: flat[path] for path, leaf in self.plan.leaves.items() if leaf.trainable}
-        nest = derivatives_of([*trained.values()], tree.leaves(batch))
-        if nest not in self._by_nest or self.has_aux or self.debug:
-            self._unscheduled = "no schedule has what is around it: other transforms, or none; has_aux, or debug"
+        nest, by = derivatives_of(trained, tree.leaves(batch))
+        if nest not in NESTS or (self.has_aux and JVP in nest) or self.debug:
+            self._unscheduled = (
+                "no schedule has what is around it: other transforms, or none; a forward derivative with has_aux; debug"
+            )
             return flat, None
-        self._nest, pairs = nest, _pairs(nest, trained)
+        self._choose(nest, by)
+        return flat, self._scheduled(nest, flat, {path: trained[path] for path in trained if path in by}, batch)
+
+    def _scheduled(self, nest: Nest, flat: Flat, taking: Flat, batch: Any) -> Scheduled | None:
+        """Gives the loss under a nest that is taken by some of its leaves; None if no schedule of any rank does."""
+        pairs = _pairs(nest, taking)
         with below_transforms():
             at = {path: data_of(leaf) for path, leaf in flat.items()}
             along = {path: torch.zeros_like(leaf) for path, leaf in at.items()} if JVP in nest else {}
@@ -106,30 +131,48 @@ class ScheduledLoss(ShardedLoss, MayBeScheduled):
             along |= {path: data_of(tangent) for path, (_, tangent) in pairs.items() if tangent is not None}
             x = tree.mapped(lambda x: data_of(x) if isinstance(x, Tensor) else x, batch)
             if (scheduled := self._found(x, at, along)) is None:
-                return flat, None
+                return None
 
-        def run() -> Tensor | None:
+        def run() -> Any:
             with below_transforms():
                 outcome = self._outcome(scheduled, tree.nest(at), [tree.nest(along)] if along else [], x)
                 if outcome is None:
                     return None
                 found = self._derivatives(scheduled, outcome, bool(along))
-            return _raised(nest, found, trained, pairs)
+            loss = _raised(nest, found, taking, pairs)
+            return (loss, self._told(found.aux, flat, batch)) if self.has_aux else loss
 
-        return flat, run
+        return run
 
     def _derivatives(self, scheduled: ScheduledFunction, outcome: Outcome, along: bool) -> Derivatives:
         """The derivatives that a schedule has computed, along a direction or not."""
-        verdict, measured, device = outcome.verdict, outcome.measured, torch.device(self.plan.here.mesh.device)
-        aux = combine_aux(measured.aux, verdict.means, verdict.floats)
         if not scheduled.spec.train:
-            return Derivatives((aux["loss"].to(device), aux["slope"].to(device)), {}, {})
+            both = scheduled.result(outcome)
+            return Derivatives((both["loss"], both["slope"]), {}, {})
+        verdict, measured, device = outcome.verdict, outcome.measured, torch.device(self.plan.here.mesh.device)
         value = scalar(verdict.loss, widened([measured.losses[0][0].dtype]), device)
         first = _alone(scheduled.gradient(outcome))
         if not along:
+            aux = _averaged(measured.aux[0], verdict.means, device)
             self.refuse_aux(aux)
-            return Derivatives((value,), first, {})
-        return Derivatives((aux["loss"].to(device), value), _alone(scheduled.gradient(outcome, True)), first)
+            return Derivatives((value,), first, {}, aux)
+        loss = combine_aux(measured.aux, verdict.means, verdict.floats)["loss"].to(device)
+        return Derivatives((loss, value), _alone(scheduled.gradient(outcome, True)), first)
+
+    def _told(self, aux: Any, flat: Flat, batch: Any) -> Any:
+        """Auxiliary values of a run, as functions of the leaves. A derivative of them gathers where units run."""
+        leaves, spec = tree.flatten(aux)
+        places = [i for i, x in enumerate(leaves) if isinstance(x, Tensor)]
+
+        def again(*given: Tensor) -> tuple[Tensor, ...]:
+            at = dict(zip(flat, given, strict=True))
+            ranks = meeting(self.plan.mesh, batch, self._rows, tree.nest(at))
+            found = self._gathered(at, batch, ranks)[1]
+            return tuple([x for x in tree.leaves(found) if isinstance(x, Tensor)])
+
+        for i, x in zip(places, known(again, [leaves[i] for i in places], [*flat.values()]), strict=True):
+            leaves[i] = x
+        return tree.unflatten(spec, leaves)
 
 
 class ArgumentsAlone(TorchFunctionMode):
@@ -176,6 +219,16 @@ def _by_arguments(fn: LossFn, recorded: bool, params: Any, batch: Any) -> Any:
         return fn(params, batch)
 
 
+def _averaged(aux: Any, means: Sequence[float], device: torch.device) -> Any:
+    """Auxiliary values with global means in the place of ``fs.Mean``."""
+    found = iter(means)
+
+    def value(x: Any) -> Any:
+        return scalar(next(found), widened([x.total.dtype]), device) if isinstance(x, Mean) else x
+
+    return tree.mapped(value, aux)
+
+
 def _alone(gradient: Any) -> Flat:
     """The leaves of a gradient, each in a storage of its own, since a tangent beside one would be as large as that."""
     return {path: alone(leaf) for path, leaf in tree.paths(gradient)}
@@ -187,13 +240,14 @@ def _pairs(nest: Nest, trained: Flat) -> Pairs:
         return {path: (leaf, None) for path, leaf in trained.items()}
     depth = nest.index(JVP) + 1
     with below_transforms(depth):
-        inner = trained if depth == len(nest) else {k: functorch.get_unwrapped(x) for k, x in trained.items()}
+        # A leaf by which the reverse derivative inside is not taken is none of its tensors.
+        inner = {k: x if depth == len(nest) else functorch._unwrap_for_grad(x, len(nest)) for k, x in trained.items()}
         return {path: forward_parts(leaf, depth) for path, leaf in inner.items()}
 
 
 def _raised(nest: Nest, found: Derivatives, trained: Flat, pairs: Pairs) -> Tensor:
     """The loss under all transforms of a nest, of derivatives that are below them."""
-    values, gradient, product = found
+    values, gradient, product, _ = found
     for depth, kind in enumerate(nest, 1):
         with below_transforms(depth):
             if kind == JVP:
@@ -248,8 +302,8 @@ def sharded_loss(
     ``torch.func.linearize`` is refused: ``fs.func.linearize`` does it. What travels is exact, also where ``fs.Wire``
     rounds it in steps.
 
-    Under ``grad``, ``vjp`` or ``jvp``, a ``jvp`` of a gradient or a gradient of a ``jvp``, by all trained leaves, the
-    call computes what the transforms will take on a schedule, as a train step does: ``f.schedule``. Under others it
+    Under ``grad``, ``vjp`` or ``jvp``, a ``jvp`` of a gradient or a gradient of a ``jvp``, by all leaves or by some,
+    the call computes what the transforms will take on a schedule, as a train step does: ``f.schedule``. Under others it
     gathers where units run.
 
     Args:

@@ -46,6 +46,8 @@ class ShardedLoss:
 
     def __post_init__(self) -> None:
         check_loss(self.loss_fn, self.plan)
+        flags = {"has_aux": self.has_aux, "reshard": self.reshard, "debug": self.debug}
+        expect("sharded_loss(loss_fn, plan)", [(name, flag, bool, "True or False") for name, flag in flags.items()])
 
     @functools.cached_property
     def _rows(self) -> BatchRows:
@@ -81,6 +83,10 @@ class ShardedLoss:
                 self._check_replicas(flat)
         if scheduled is not None and (found := scheduled()) is not None:
             return found
+        return self._gathered(flat, batch, ranks)
+
+    def _gathered(self, flat: dict[str, Tensor], batch: Any, ranks: LossMeeting) -> Any:
+        """The loss, gathered where units run."""
         with cutting(self.plan.mesh):
             loss = ranks.all_ranks("the loss", lambda: self._run(flat, batch, ranks))
             value, aux = self._mean(loss)

@@ -1,6 +1,6 @@
 """Plans of parameters with their tangents: beside each leaf that is trained lies its part of a direction."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -49,10 +49,13 @@ def with_tangents(plan: Plan, count: int = 1, trained: bool = False) -> Plan | N
     return replace(plan, leaves=leaves, groups=tuple(groups), inits={}, source=None)
 
 
-def frozen(plan: Plan) -> Plan:
-    """The plan with no leaf that is trained: a backward of it reduces nothing."""
+def frozen(plan: Plan, trained: Collection[str] = ()) -> Plan:
+    """The plan with no group that is trained but those of some leaves: a backward of it reduces nothing else."""
     groups = [
-        replace(group, leaves=tuple([replace(leaf, trainable=False) for leaf in group.leaves])) for group in plan.groups
+        group
+        if any(leaf.path in trained for leaf in group.leaves)
+        else replace(group, leaves=tuple([replace(leaf, trainable=False) for leaf in group.leaves]))
+        for group in plan.groups
     ]
     return replace(plan, leaves={leaf.path: leaf for group in groups for leaf in group.leaves}, groups=tuple(groups))
 

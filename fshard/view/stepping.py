@@ -123,13 +123,8 @@ class Stepping:
             TreeError: the group or the rank does not exist.
         """
         found, prepared = self._group(group), self._ranks[self._rank(rank)]
-        gradients = prepared.actions.gradients
-        if found.id in gradients.waiting:  # of leaves, which become the flat gradient when the reduction begins
-            numbers, given = gradients.waiting[found.id]
-            parts = {number: grad for number, grad in zip(numbers, given, strict=True) if grad is not None}
-        elif found.id in gradients.touched:
-            parts = dict(enumerate(gradients.buffers[found.id].slots.grads))
-        else:
+        parts = prepared.actions.gradients.full(found.id)
+        if parts is None:
             raise PlanError(f"rank {rank} holds no full gradient of {group} before op {self.position}, '{self.op}'")
         return {leaf.path: parts[n].detach().clone() for n, leaf in enumerate(found.leaves) if n in parts}
 

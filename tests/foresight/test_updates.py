@@ -14,6 +14,7 @@ from fshard.foresight.hardware import Hardware
 from fshard.foresight.packing_time import packed_need
 from fshard.runtime.engine.activations import Activations
 from fshard.schedule.candidates import PolicyTask
+from fshard.sharding.plan import plan_of
 
 WIDTH = 64
 SHARD = WIDTH * WIDTH * 4  # bytes of a whole leaf
@@ -83,7 +84,7 @@ def test_updates_on_the_host_take_its_time() -> None:
         found = updates(fs.sim.hardware("h100", host=rate).of(task, step.plan))
         assert found == {name: pytest.approx(need.moved / rate) for name in ("l0", "l1")}
     precision = fs.Precision(compute=torch.bfloat16)
-    cast = step.plan.source.plan(step.plan.mesh, step.plan.batch, precision)
+    cast = plan_of(step.plan.source, step.plan.mesh, step.plan.batch, precision)
     assert updates(fs.sim.hardware("h100").of(task, cast))["l0"] == pytest.approx((need.moved + SHARD / 2 * 1.5) / 10e9)
 
 

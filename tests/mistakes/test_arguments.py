@@ -349,3 +349,32 @@ def test_what_is_wrong_with_many_leaves_is_said_once() -> None:
     muon, whole = fs.optim.muon(0.1), {str(i): torch.ones(2, 2) for i in range(7)}
     with pytest.raises(PlanError, match=r"0  \[2, 2\], 1  \[2, 2\], 2  \[2, 2\] and 4 others  P.*align=\"leaf\""):
         fs.init_state(fs.make_plan(whole, MESH, RULES), muon, params=whole)
+
+
+WRONG_TYPES: list[tuple[str, Callable[[], Any]]] = [
+    ("plan", lambda: fs.func.differentiable(OPT, MODEL)),  # type: ignore[arg-type]
+    ("has_aux", lambda: fs.func.sharded_loss(_loss, PLAN, has_aux=1)),  # type: ignore[call-overload]
+    ("reshard", lambda: fs.func.sharded_loss(_loss, PLAN, reshard="no")),  # type: ignore[call-overload]
+    ("has_aux", lambda: fs.value_and_grad(_loss, PLAN, has_aux="no")),  # type: ignore[call-overload]
+    ("params", lambda: fs.io.from_dtensor(MODEL, PLAN)),  # type: ignore[arg-type]
+    ("device_mesh", lambda: fs.io.to_dtensor(_state().params, PLAN, device_mesh=MESH)),  # type: ignore[arg-type]
+    ("rename", lambda: fs.io.save_hf(_state(), "never", rename=None)),  # type: ignore[arg-type]
+    ("plan", lambda: fs.io.save_hf(_state().params, "never", MODEL)),  # type: ignore[arg-type]
+    ("step", lambda: fs.io.from_state_dict(Net().state_dict(), PLAN, step="3")),  # type: ignore[arg-type]
+    ("stages", lambda: fs.make_plan(MODEL, MESH, RULES, stages=lambda: 4)),  # type: ignore[arg-type]
+    ("shared_memory", lambda: fs.make_mesh((-1,), ("shard",), shared_memory="no")),  # type: ignore[arg-type]
+    ("microbatches", lambda: fs.sync_buffers({}, PLAN, microbatches=None)),  # type: ignore[arg-type]
+    ("patience", lambda: fs.track([], PLAN, patience=None)),  # type: ignore[arg-type]
+]
+
+
+@pytest.mark.parametrize(("name", "call"), WRONG_TYPES)
+def test_arguments_of_the_wrong_type_are_named(name: str, call: Callable[[], Any]) -> None:
+    with pytest.raises(PlanError, match=rf"(?s)of the wrong type:.*  {name} is .*: give "):
+        call()
+
+
+@pytest.mark.parametrize("p", [-0.5, 1.5, float("nan")])
+def test_a_probability_is_from_0_to_1(p: float) -> None:
+    with pytest.raises(PlanError, match="from 0 to 1"):
+        fs.random.bernoulli(fs.random.key(0), p, (2,))

@@ -50,6 +50,15 @@ def test_compiled_modules_are_refused() -> None:
         fs.split(nn.Sequential(torch.compile(net[0])))
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*")
+@pytest.mark.parametrize("units", ["0", "0.*", ()])
+def test_modules_of_torchscript_are_refused(units: Any) -> None:
+    net = nn.Sequential(nn.Linear(2, 2))
+    for compiled in (torch.jit.script(net), torch.jit.trace(net, torch.ones(1, 2))):
+        with pytest.raises(PlanError, match=r"compiler:\n  0: Sequential, compiled\nSplit .* torch.jit.script"):
+            fs.split(nn.Sequential(compiled), units)
+
+
 def test_embeddings_with_sparse_gradients_have_dense_ones() -> None:
     net = nn.Sequential(nn.Embedding(5, 3, sparse=True), nn.Linear(3, 2))
     model = fs.split(net)

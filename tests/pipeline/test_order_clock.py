@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 
 from fshard.errors import PlanError, ScheduleError
-from fshard.pipeline import PipelineOrder, bubble, held, held_on_ranks, make_order, parse, times
+from fshard.pipeline import PipelineOrder, bubble, make_order, parse, times
+from tests.pipeline.held_microbatches import held, held_on_ranks
 
 SIZES = [(1, 1), (1, 5), (2, 2), (2, 7), (4, 4), (4, 9), (4, 16), (6, 13), (8, 8), (8, 31)]
 

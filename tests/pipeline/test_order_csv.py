@@ -1,11 +1,9 @@
-"""PyTorch's CSV files are read and written, and cells that are wrong are named by row and column."""
-
-from pathlib import Path
+"""PyTorch's CSV files are read, and cells that are wrong are named by row and column."""
 
 import pytest
 
-from fshard.errors import PlanError, ScheduleError
-from fshard.pipeline import check_order, format_csv, make_order, parse_csv, read_csv, write_csv
+from fshard.errors import ScheduleError
+from fshard.pipeline import check_order, make_order, parse_csv
 from tests.pipeline.facts import DUAL_PIPE_V, ZB_COMPUTE, ZB_MESSAGES, cells, rows
 
 
@@ -33,23 +31,6 @@ def test_dual_pipe_v_on_four_ranks() -> None:
     order = parse_csv(cells(DUAL_PIPE_V), "dualpipev")
     check_order(order)
     assert order == make_order("dualpipev", 4, 10)
-
-
-@pytest.mark.parametrize("name", ["1f1b", "interleaved", "zbv"])
-def test_what_is_written_is_read_back(name: str, tmp_path: Path) -> None:
-    order = make_order(name, 3, 7)
-    assert parse_csv(format_csv(order), name) == order
-    write_csv(order, tmp_path / "order.csv")
-    assert read_csv(tmp_path / "order.csv", name) == order
-
-
-@pytest.mark.long
-def test_pytorch_reads_what_is_written() -> None:
-    from torch.distributed.pipelining import schedules
-
-    order = make_order("dualpipev", 2, 5)
-    theirs = [[str(schedules._Action.from_str(cell)) for cell in line.split(",")] for line in format_csv(order).split()]
-    assert theirs == [list(map(str, lane)) for lane in order.ranks]
 
 
 def test_other_cells_are_dropped() -> None:
@@ -93,8 +74,3 @@ def test_wrong_cells(old: str, new: str, words: str) -> None:
     parse_csv(GOOD)
     with pytest.raises(ScheduleError, match=words):
         parse_csv(GOOD.replace(old, new))
-
-
-def test_a_missing_file(tmp_path: Path) -> None:
-    with pytest.raises(PlanError, match=r"none\.csv"):
-        read_csv(tmp_path / "none.csv")

@@ -9,12 +9,13 @@ import torch
 
 import fshard as fs
 from fshard.errors import BatchError, PlanError
-from fshard.pipeline import held, joint_schedules, make_order
+from fshard.pipeline import joint_schedules, make_order
 from fshard.pipeline.pipeline_trace import PipelineTrace
 from fshard.schedule.footprint import Need, footprint
 from fshard.sharding.plan_table import held as bytes_held
 from fshard.view.pipeline_timeline import action_bars, messages
 from tests.pipeline.abstract_programs import batch, plan_on, step_on, traced
+from tests.pipeline.held_microbatches import held
 
 FORWARD = fs.sim.Costs({("forward", ""): 1.0, ("backward", ""): 2.0})
 

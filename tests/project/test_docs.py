@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from fshard import errors
-from fshard.pipeline import bubble, held_on_ranks, make_order
+from fshard.pipeline import bubble, make_order
 from fshard.pipeline.named_orders import ORDERS
+from tests.pipeline.held_microbatches import held_on_ranks
 
 ROOT = Path(__file__).parents[2]
 FOLDERS = (ROOT / "docs").glob("*.md"), (ROOT / "tests").rglob("*.md")

@@ -13,9 +13,8 @@ import torch
 import fshard as fs
 from fshard.cli.main import main
 from fshard.errors import PlanError
-from fshard.recipe.config_text import key_table, to_toml
 from fshard.recipe.read_config import key_lines, read_config
-from fshard.recipe.run_config import planned
+from fshard.recipe.run_config import key_table, planned, to_toml
 from fshard.recipe.train_config import TrainConfig
 from tests.project.test_docs import blocks
 from tests.recipe.runs import CONFIGS, ROOT

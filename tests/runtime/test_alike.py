@@ -133,7 +133,7 @@ def test_modes_that_differ_by_rank_are_refused(name: str, parts: bool) -> None:
 def test_modes_of_processes_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
     """Modes that threads of a virtual mesh share: each changes the number, and is named."""
     from fshard.runtime.comm.facts import Facts
-    from fshard.runtime.steps.interpreter_modes import modes, number_of, with_modes
+    from fshard.runtime.steps.handshake import modes, number_of, with_modes
 
     def changed(change: Callable[[], object], back: Callable[[], object]) -> list[str]:
         before = modes()

@@ -12,7 +12,7 @@ import fshard as fs
 from fshard.errors import NonFiniteError
 from fshard.runtime.flight.rank_records import OVER, FlightEntry, RankRecord
 from fshard.runtime.flight.verdict import straggler
-from fshard.runtime.steps.pace import Pace
+from fshard.runtime.steps.protocol import Pace
 from fshard.schedule.ops import Op
 from tests.shared.workers import Pools
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import fshard as fs
-from fshard import tree
+from fshard import P, tree
 from fshard.errors import PlanError
 from tests.transform import cases as cases
 from tests.transform.test_tools import outer_loss, whole_gnvp, whole_hvp
@@ -215,6 +215,25 @@ def on_ranks(mesh: fs.Mesh) -> list[str]:
 def test_graphs_on_several_ranks(ranks: int) -> None:
     mesh = fs.virtual_mesh((ranks,), ("shard",))
     assert not sum(mesh.run(on_ranks, mesh), [])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["hvp", "jvp"])
+def test_inductor_gives_the_numbers_of_plain_pytorch(name: str) -> None:
+    def loss(p: Any, x: Tensor) -> Tensor:
+        return affine(p["b"], affine(p["a"], x)).square().mean()
+
+    whole, x = leaves(), rows()
+    along, plan = tree.map(torch.cos, whole), fs.make_plan(whole, fs.make_mesh((1,), ("data",)), [(".*", P())])
+    tool = getattr(fs.func, name)(loss, plan, compile="inductor")
+    got = [tool(whole, along, x) for _ in range(3)][2]
+    assert tool.units.count("inductor graph") == 2, tool.units
+    want = {
+        "hvp": lambda: F.vjp(F.grad(lambda p: loss(p, x)), whole)[1](along)[0],
+        "jvp": lambda: F.jvp(lambda p: loss(p, x), (whole,), (along,)),
+    }[name]()
+    for a, b in zip(tree.leaves(got), tree.leaves(want), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-14)
 
 
 def test_graphs_see_that_what_units_read_changes(monkeypatch: pytest.MonkeyPatch) -> None:

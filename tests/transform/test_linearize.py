@@ -177,3 +177,20 @@ def test_wrong_arguments_are_refused() -> None:
     for call in wrong:
         with pytest.raises(fs.errors.PlanError, match="wrong type"):
             call()
+
+
+@pytest.mark.parametrize("kind", ["hvp", "gnvp"])
+def test_products_draw_a_mask_each_and_a_linear_map_one(kind: str) -> None:
+    plan = fs.make_plan({"w": torch.ones(64)}, fs.make_mesh((1,), ("data",)), [(".*", fs.fsdp("data"))])
+
+    def dropped(p: Any, x: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.dropout(p["w"] * x, 0.5)
+
+    tools = {
+        "hvp": fs.func.hvp(lambda p, x: dropped(p, x).square().sum(), plan),
+        "gnvp": fs.func.gnvp(dropped, lambda out, x: out.square().sum(), plan),
+    }
+    product, one, x = tools[kind], {"w": torch.ones(64)}, torch.ones(64)
+    assert not torch.equal(product(one, one, x)["w"], product(one, one, x)["w"])
+    linear = product.linearize(one, x)
+    assert torch.equal(linear(one)["w"], linear(one)["w"])

@@ -10,8 +10,8 @@ from torch import Tensor
 
 import fshard as fs
 from fshard import tree
-from fshard.errors import PlanError
 from fshard.schedule import check
+from fshard.transform.scheduled_loss import KINDS
 from tests.shared.bad import attempt
 from tests.transform import cases as cases
 from tests.transform.test_scheduled_products import UNITS, Layers
@@ -67,9 +67,83 @@ UNSCHEDULED: dict[str, Case] = {
     "by the direction": lambda f, p, v, x: F.grad(lambda v: F.jvp(lambda p: f(p, x), (p,), (v,))[1])(v),
     "by the direction, recorded": after,
     "of the value beside a gradient": lambda f, p, v, x: F.grad(lambda p: beside(f, p, x))(p),
-    "by one leaf": lambda f, p, v, x: F.grad(lambda scale: f({**p, "scale": scale}, x))(p["scale"]),
 }
 """What has none: values are right all the same."""
+
+Some = dict[str, Tensor]
+
+
+def halves(p: Any) -> tuple[Some, Some]:
+    """The leaves of a tree in two parts: its table and its first layer, and all others."""
+    flat = dict(tree.paths(p))
+    first = {path: leaf for path, leaf in flat.items() if path.startswith(("table", "layers.0"))}
+    return first, {path: leaf for path, leaf in flat.items() if path not in first}
+
+
+def of_halves(f: Any, p: Any, x: Any) -> Callable[[Some, Some], Tensor]:
+    """The loss as a function of the two parts."""
+
+    def loss(a: Some, b: Some) -> Tensor:
+        both = {**a, **b}
+        found: Tensor = f(tree.nest({path: both[path] for path, _ in tree.paths(p)}), x)
+        return found
+
+    return loss
+
+
+def filled(case: Callable[[Callable[..., Any], Some, Some, Some, Some], Any]) -> Case:
+    """The derivative that a case takes by some leaves, as a tree of all."""
+
+    def taken(f: Any, p: Any, v: Any, x: Any) -> Any:
+        found = case(of_halves(f, p, x), *halves(p), *halves(v))
+        if not isinstance(found, dict):
+            return found
+        return tree.nest({path: found.get(path, torch.zeros_like(leaf)) for path, leaf in tree.paths(p)})
+
+    return taken
+
+
+def value_and_slope(g: Any, a: Some, b: Some, v: Some, u: Some) -> Any:
+    """Both as one value, along a direction that depends on the other part."""
+    along = {**u, "layers.1.norm": u["layers.1.norm"] * a["layers.0.norm"]}
+    return sum(F.jvp(lambda b: g(a, b), (b,), (along,)))
+
+
+BY_SOME: dict[str, Case] = {
+    "by one part": filled(lambda g, a, b, v, u: F.grad(g)(a, b)),
+    "by the other": filled(lambda g, a, b, v, u: F.grad(g, argnums=1)(a, b)),
+    "of a closure": filled(lambda g, a, b, v, u: F.vjp(lambda a: g(a, b), a)[1](TWO)[0]),
+    "value beside it": filled(lambda g, a, b, v, u: F.grad_and_value(g)(a, b)[1]),
+    "along one part": filled(lambda g, a, b, v, u: F.jvp(lambda a: g(a, b), (a,), (v,))),
+    "of one along the other": filled(
+        lambda g, a, b, v, u: F.jvp(lambda b: F.grad(lambda a: g(a, b))(a), (b,), (u,))[1]
+    ),
+    "of one along itself": filled(lambda g, a, b, v, u: F.jvp(lambda a: F.grad(g)(a, b), (a,), (v,))[1]),
+    "of all along one": filled(
+        lambda g, a, b, v, u: F.jvp(lambda a: (lambda d: d[0] | d[1])(F.grad(g, (0, 1))(a, b)), (a,), (v,))[1]
+    ),
+    "of one along all": filled(lambda g, a, b, v, u: F.jvp(F.grad(g), (a, b), (v, u))[1]),
+    "of a slope along the other": filled(
+        lambda g, a, b, v, u: F.grad(lambda a: F.jvp(lambda b: g(a, b), (b,), (u,))[1])(a)
+    ),
+    "of a slope along itself": filled(
+        lambda g, a, b, v, u: F.grad(lambda a: F.jvp(lambda a: g(a, b), (a,), (v,))[1])(a)
+    ),
+    "of value and slope": filled(lambda g, a, b, v, u: F.grad(lambda a: value_and_slope(g, a, b, v, u))(a)),
+    "detached": lambda f, p, v, x: F.grad(lambda p: f({**p, "table": p["table"].detach()}, x) * p["scale"])(p),
+    "shared by two arguments": lambda f, p, v, x: tree.map(
+        torch.add, *F.grad(lambda p, q: f({**p, "scale": q["scale"] * p["scale"]}, x), argnums=(0, 1))(p, p)
+    ),
+    "of a value and its gradient": lambda f, p, v, x: F.jvp(
+        lambda s: torch.mul(*F.grad_and_value(lambda s: f({**p, "scale": s}, x))(s)), (p["scale"],), (v["scale"],)
+    ),
+    "of all along one outside": lambda f, p, v, x: F.jvp(
+        lambda s: F.grad(lambda q: f({**q, "scale": s * q["scale"]}, x))(p), (p["scale"],), (p["scale"],)
+    ),
+}
+"""Derivatives by some of the leaves, which schedules have, too."""
+
+SCHEDULED |= BY_SOME
 
 
 def wanted(case: Case, loss: str) -> Any:
@@ -87,9 +161,7 @@ def runs(reshard: bool) -> list[str]:
             loss = ("weighted", "mean")[number % 2]
             f = fs.func.sharded_loss(LOSSES[loss], plan, reshard=reshard)
             first, second = case(f, params, v, x), case(f, params, v, x)
-            if name == "by one leaf":
-                first, second = ({**tree.map(torch.zeros_like, params), "scale": each} for each in (first, second))
-            out += differences(second, full(wanted(case, loss), name), plan, f"{name}")
+            out += differences(second, wanted(case, loss), plan, f"{name}")
             out += [f"{name}: bits"] * any(
                 not torch.equal(a, b) for a, b in zip(*map(tree.leaves, (first, second)), strict=True)
             )
@@ -98,11 +170,6 @@ def runs(reshard: bool) -> list[str]:
             else:
                 out += [f"{name}: scheduled"] * ("as transforms do" not in attempt(lambda f=f: f.schedule).text)
     return out
-
-
-def full(want: Any, name: str) -> Any:
-    """A tree of the plan."""
-    return {**tree.map(torch.zeros_like, cases.whole()), "scale": want} if name == "by one leaf" else want
 
 
 @pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.long), pytest.param(4, marks=pytest.mark.slow)])
@@ -170,21 +237,6 @@ def test_all_ranks_gather_where_units_run_if_one_finds_no_schedule() -> None:
 
     for found, why in fs.virtual_mesh((2,), ("any",)).run(on_rank):
         assert not found and ("another rank" in why or "values" in why), why
-
-
-def test_what_has_no_schedule_says_why() -> None:
-    plan = fs.make_plan({"w": torch.ones(3)}, fs.make_mesh((1,), ("data",)), [(".*", fs.fsdp("data"))])
-
-    def loss(p: Any, x: Tensor) -> Any:
-        return (p["w"] * x).sum(), {"seen": x.sum()}
-
-    f = fs.func.sharded_loss(loss, plan, has_aux=True)
-    grads, aux = F.grad(f, has_aux=True)({"w": torch.ones(3)}, torch.ones(3))
-    assert torch.equal(grads["w"], torch.ones(3)) and aux["seen"] == 3
-    with pytest.raises(PlanError, match="has_aux"):
-        _ = f.schedule
-    with pytest.raises(fs.errors.LossError, match="has_aux=True"):
-        F.grad(fs.func.sharded_loss(loss, plan))({"w": torch.ones(3)}, torch.ones(3))
 
 
 def test_value_and_grad_of_a_derivative_has_one() -> None:
@@ -261,3 +313,24 @@ def test_derivatives_by_a_value_of_all_ranks_are_added_up_by_pvary() -> None:
             return [float(F.grad(of)(by)), float(shared)]
 
     assert fs.virtual_mesh((2,), ("any",)).run(on_rank) == [[2.0, 6.0], [4.0, 6.0]]
+
+
+def test_only_what_is_taken_is_reduced_and_moves() -> None:
+    def found() -> list[tuple[int, int]]:
+        with fs.make_mesh((-1,), ("shard",)) as mesh:
+            layers, out = Layers(mesh), []
+            f = fs.func.sharded_loss(layers.loss, layers.plan, reshard=False)
+            params, x = fs.shard(layers.whole, layers.plan), mine(layers.x, mesh)
+            for first in params:
+                rest = {name: part for name, part in params.items() if name != first}
+                one = {first: params[first]}
+                F.grad(lambda one, rest=rest: f({**rest, **one}, x))(one)
+                check(f.schedule)
+                kinds = Counter(op.kind for op in f.schedule)
+                F.jvp(lambda one, rest=rest: f({**rest, **one}, x), (one,), (one,))
+                out.append((kinds["reduce_scatter"], sum(op.kind == "all_gather" for op in f.schedule)))
+            assert len(f._by_kind) == min(2 * len(params), KINDS)
+            return out
+
+    for counts in fs.virtual_mesh((2,), ("any",)).run(found):
+        assert counts == [(1, UNITS + 1)] * len(counts)

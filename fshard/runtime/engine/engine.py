@@ -30,8 +30,7 @@ from fshard.model.remat_function import exact
 from fshard.model.unit import Unit
 from fshard.runtime.engine.batch import BatchWatch
 from fshard.runtime.engine.hosted_activations import HostedKey, hosting
-from fshard.runtime.engine.parameters import Parameters
-from fshard.runtime.engine.proxies import Mispredicted, foreign_params
+from fshard.runtime.engine.proxies import Mispredicted, Parameters, foreign_params
 from fshard.runtime.engine.remat_rules import NO_REMAT, Remat, reentrant_refused, unsaved
 from fshard.runtime.engine.saved_hooks import without_parameters
 from fshard.runtime.engine.units import GRAD, VERSION, Called, UnitReads, Units, bare, tensors_in

@@ -1,4 +1,4 @@
-"""Proxies: what stands in the parameter tree for leaves that only units may read.
+"""The parameter tree that a loss function is given, with proxies for leaves that only units may read.
 
 A schedule gathers a group for the units that read it. Were code outside of units given the slot leaf itself, it could
 read memory that holds another group, or that an update has not reached yet, and nobody would know. A proxy knows its
@@ -6,6 +6,7 @@ shape and nothing else: units get the slot leaf in its place, and any other use 
 on demand. Transforms have engines of their own, which give code outside of units the leaf.
 """
 
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -13,8 +14,11 @@ import torch
 from torch import Tensor
 
 from fshard import tree
-from fshard.errors import UnitError
+from fshard.errors import UnitError, written_outside
+from fshard.model.leaves import LeafOrder
 from fshard.model.unit import Slot, attach, slot_of
+from fshard.runtime.memory import Slots
+from fshard.sharding.plan import Plan
 from fshard.torch_internals import DisableFuncTorch, DisableTorchFunctionSubclass, disable_current_modes
 
 
@@ -93,3 +97,60 @@ def foreign_params() -> UnitError:
     return UnitError(
         "the program reads parameters of another step: use params only inside the loss function that receives them"
     )
+
+
+class Parameters:
+    """Slot leaves, and proxies for the leaves that units alone may read.
+
+    Args:
+        plan: the plan.
+        slots: the slots of its groups.
+        root: ids of the groups that code outside of units reads; None if the program is not known, and may read all.
+
+    Attributes:
+        guarded: ids of the groups whose leaves are proxies.
+    """
+
+    def __init__(self, plan: Plan, slots: Slots, root: Sequence[int] | None = None) -> None:
+        self._layout = LeafOrder("params", plan.leaves)
+        known = root is not None
+        self.guarded = frozenset(group.id for group in plan.groups if known and group.id not in (root or ()))
+        self._slots = slots
+        self._leaves: list[Tensor] = []
+        self._open: dict[str, Tensor] = {}
+        self._tree: dict[str, Any] = {}
+
+    def tree(self) -> dict[str, Any]:
+        """Nested dicts of the leaves. They are the same dicts each time, unless somebody has written to them."""
+        if not self._leaves:
+            held = self._slots.by_path | self._proxies()
+            self._leaves = [held[path] for path in self._layout.paths]
+            self._open = {path: leaf for path, leaf in held.items() if type(leaf) is not Proxy}
+        found = self._layout.read(self._tree)  # this takes half the time of making the dicts
+        if found is None or not all(map(operator.is_, found, self._leaves)):
+            self._tree = self._layout.tree(self._leaves)
+        return self._tree
+
+    def versions(self) -> list[int]:
+        """The version counters of the slot leaves in the tree. Proxies cannot be written."""
+        return [leaf._version for leaf in self._open.values()]
+
+    def check_unwritten(self, versions: Sequence[int]) -> None:
+        """Refuse a program that wrote to leaves, whose versions were these before.
+
+        Raises:
+            UnitError: naming the leaves.
+        """
+        if versions != self.versions():
+            now = zip(self._open.items(), versions, strict=True)
+            raise written_outside([path for (path, leaf), version in now if leaf._version != version])
+
+    def _proxies(self) -> dict[str, Tensor]:
+        found = {}
+        for slots in self._slots.groups:
+            for leaf, tensor in zip(slots.group.leaves, slots.leaves, strict=True):
+                slot = slot_of(tensor)
+                if slot is not None and slots.group.id in self.guarded:
+                    own = Slot(slot.engine, slot.path, slot.casting, slot.shape)
+                    found[leaf.path] = make_proxy(own, tensor, leaf.compute_shape, tensor.dtype, tensor.device)
+        return found

@@ -15,7 +15,7 @@ from fshard.sharding.mesh import Mesh
 from fshard.torch_internals import profiler_enabled
 
 
-class OpNotes:
+class OpNotes(Observer):
     """Notes each op in a mapped file before it runs."""
 
     def __init__(self, mapped: MappedFile) -> None:
@@ -25,15 +25,12 @@ class OpNotes:
         """Note the op."""
         self.mapped.note(at)
 
-    def end(self, at: int, op: Op) -> None:
-        """The next op is noted when it begins."""
-
     def end_run(self) -> None:
         """Note that the rank is between two runs."""
         self.mapped.note(OVER)
 
 
-class ProfilerRanges:
+class ProfilerRanges(Observer):
     """Makes each op a range of torch.profiler: ``fshard forward blocks.2``."""
 
     def __init__(self) -> None:
@@ -49,9 +46,6 @@ class ProfilerRanges:
         if self.range is not None:
             self.range.__exit__(None, None, None)
             self.range = None
-
-    def end_run(self) -> None:
-        """All ranges are closed."""
 
 
 def flight_of(mesh: Mesh) -> Flight | None:

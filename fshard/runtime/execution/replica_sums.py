@@ -4,7 +4,7 @@ What is summed is this rank's shard of the gradient, after it was reduced over t
 second of the two stages that HSDP has (Zhao et al., PyTorch FSDP, 2023; MiCS, Zhang et al., 2022).
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from weakref import WeakSet
 
@@ -16,7 +16,7 @@ from fshard.runtime.comm.communicators import Communicators
 from fshard.runtime.comm.packing import Kernels, no_kernels
 from fshard.runtime.comm.row_sums import sum_rows
 from fshard.runtime.execution.power_sgd import Basis, Product, low_rank_sum
-from fshard.runtime.execution.wires import Residual, scattered, summed
+from fshard.runtime.execution.wires import Continued, Residual, scattered, summed
 from fshard.runtime.memory.memory_spaces import allocate, deallocate
 from fshard.runtime.memory.optimizer_layout import BASIS, RESIDUAL
 from fshard.schedule.infos import rows_travel
@@ -81,15 +81,20 @@ class Replicas:
             return self._all(group, own, kept)
         allocate(own)
         form, comm = group.wires.get("replica_reduce"), self.comms.over("replica_reduce", group.opt_axes)
+
+        def rest() -> None:
+            deallocate(shard)
+            self._all(group, own).wait()
+
         if form is not None:
             first = scattered(comm, shard, form, own, False, self.kernels)
             deallocate(shard)
-            return Scattered(first, own, shard, lambda: self._all(group, own))
+            return Continued(first, rest, (own,))
         sent = shard if group.sum_dtype == shard.dtype else shard.to(group.sum_dtype)
         room = sent.numel() - (own.numel() if sent is shard else 0)
         stage = torch.empty(room, dtype=sent.dtype, device=sent.device)
         first = comm.reduce_scatter(own, sent, stage, False)
-        return Scattered(first, sent, shard, lambda: self._all(group, own))
+        return Continued(first, rest, (sent,))
 
     def _all(self, group: Group, own: Tensor, kept: ReplicaBuffers | None = None) -> Handle:
         """Begin to add up over the replicas of what a rank updates.
@@ -130,35 +135,5 @@ class Replicas:
             return comm.all_reduce(own)
         mine = own if dtype == own.dtype else own.to(dtype)
         rows = torch.empty(comm.size * mine.numel(), dtype=mine.dtype, device=mine.device)
-        return RowSum(comm.all_gather(rows, mine), rows, mine, own)
-
-
-@dataclass(frozen=True)
-class Scattered:
-    """The handle of a shard that is scattered again, and then summed over the replicas of its parts."""
-
-    work: Handle
-    sent: Tensor
-    shard: Tensor
-    rest: Callable[[], Handle]
-
-    def wait(self) -> None:
-        """Wait for this rank's part, let go of the whole, and sum the part."""
-        self.work.wait()
-        deallocate(self.shard)
-        self.rest().wait()
-
-
-@dataclass(frozen=True)
-class RowSum:
-    """The handle of a sum of which all rows come to all replicas. ``sent`` is kept until it is over."""
-
-    work: Handle
-    rows: Tensor
-    sent: Tensor
-    own: Tensor
-
-    def wait(self) -> None:
-        """Wait for the rows, then add them up."""
-        self.work.wait()
-        sum_rows(self.own, self.rows.view(-1, self.own.numel()), False)
+        work = comm.all_gather(rows, mine)
+        return Continued(work, lambda: sum_rows(own, rows.view(-1, own.numel()), False), (rows, mine))

@@ -33,7 +33,7 @@ class ScheduleActions(Protocol):
         """The unit and the leaves of a group, as an error names them."""
 
 
-class Observer(Protocol):
+class Observer:
     """Is told of the ops that an executor runs, by their numbers in the schedule.
 
     Ops do not overlap. Updates that are made together begin one after the other, and the last of them has their time.

@@ -47,15 +47,15 @@ def compile_kernels(groups: Iterable[Group], mesh: Mesh, kernels: Kernels) -> No
 
 
 @dataclass(frozen=True)
-class Unpacking:
-    """The handle of a compressed transfer. ``held`` keeps what travels until it has arrived."""
+class Continued:
+    """The handle of a transfer whose result is computed of what arrives. ``held`` keeps what travels until then."""
 
     work: Handle
     finish: Callable[[], None]
     held: tuple[Tensor, ...]
 
     def wait(self) -> None:
-        """Wait for what travels, then unpack it."""
+        """Wait for what travels, then compute the result."""
         self.work.wait()
         self.finish()
 
@@ -66,7 +66,7 @@ def gathered(
     """An all-gather of packed shards, under way to ``rows``, that arrives in ``out``."""
     parts = rows.numel() // max(1, sent.numel())
 
-    return Unpacking(
+    return Continued(
         work, lambda: unpack_rows(rows.view(parts, -1), form, out.view(parts, -1), 0, kernels), (rows, sent)
     )
 
@@ -115,7 +115,7 @@ def scattered(
     pack_rows(full.view(comm.size, -1), form, sent, kernels)
     rows = torch.empty_like(sent)
     work = comm.all_to_all(rows.view(-1), sent.view(-1), None, None)
-    return Unpacking(work, lambda: unpack_sum(rows, form, out, add, kernels), (sent, rows))
+    return Continued(work, lambda: unpack_sum(rows, form, out, add, kernels), (sent, rows))
 
 
 def updated(comm: Communicator, own: Tensor, param: Tensor, held: Tensor, form: WireFormat) -> Handle:
@@ -131,7 +131,7 @@ def updated(comm: Communicator, own: Tensor, param: Tensor, held: Tensor, form: 
     sent = packed(own - held, form)
     rows = sent.new_empty((comm.size, sent.numel()))
     work = comm.all_gather(rows.view(-1), sent)
-    return Unpacking(work, lambda: add_rows(rows, form, param), (sent, rows))
+    return Continued(work, lambda: add_rows(rows, form, param), (sent, rows))
 
 
 def add_rows(rows: Tensor, form: WireFormat, param: Tensor) -> None:
@@ -178,4 +178,4 @@ def summed(
     work = comm.all_gather(rows.view(-1), sent)
     if residual is not None:
         unpack(sent, form, residual.after, -1)
-    return Unpacking(work, lambda: unpack_sum(rows, form, own, False, kernels), (sent, rows))
+    return Continued(work, lambda: unpack_sum(rows, form, own, False, kernels), (sent, rows))

@@ -16,10 +16,11 @@ from fshard.model.remat_function import autocast_state
 from fshard.model.unit import Unit
 from fshard.runtime.comm.packing import Kernels, no_kernels
 from fshard.runtime.engine import Remat
+from fshard.runtime.engine.engine import Engine
 from fshard.runtime.graphs.graph import Compiler, Graph, compile_graph
 from fshard.runtime.graphs.graph_proof import difference
 from fshard.runtime.graphs.partition import lazy
-from fshard.runtime.graphs.run import Bound, Claim, GraphCall, GraphHost
+from fshard.runtime.graphs.run import Bound, Claim, GraphCall
 from fshard.runtime.graphs.surroundings import NOTHING, Surroundings, recorded
 from fshard.runtime.graphs.trace_unit import PLAIN, Same, Source, UntraceableUnit, exact, inspect, meta_of
 from fshard.sharding.plan import Plan
@@ -148,7 +149,7 @@ class Graphs:
 
     cache: Cache
     plan: Plan
-    host: GraphHost
+    host: Engine
     claim: Claim
     grads: dict[int, list[Tensor]]  # by group, the views of its flat gradient
     readers: Mapping[int, int]  # by group, how many differentiated calls read it; code outside of units is several

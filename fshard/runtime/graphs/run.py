@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -10,6 +10,7 @@ from torch import Tensor
 from fshard import tree
 from fshard.errors import UnitError
 from fshard.runtime.engine import Mispredicted, SavedView
+from fshard.runtime.engine.engine import Engine
 from fshard.runtime.graphs.emit import GraphCode, PartedCode
 from fshard.runtime.graphs.graph import Graph, Variant, kernels_only, resolved
 from fshard.runtime.graphs.graph_proof import proved_parts, strays
@@ -18,30 +19,6 @@ from fshard.runtime.memory.slots import storage_of
 Claim = Callable[[Sequence[tuple[int, bool]]], bool]
 """``claim([(group, whole)])``: whether the caller may write these groups' flat gradients, instead of adding to them.
 Ranges that it does not write are zeroed; ``whole`` says that it writes all leaves."""
-
-
-class GraphHost(Protocol):
-    """The engine as graphs see it."""
-
-    @property
-    def epoch(self) -> int:
-        """Changes whenever leaves are bound to other memory."""
-
-    def enter_backward(self, name: str, index: int) -> bool:
-        """A unit's backward begins."""
-
-    def kept(self, name: str, index: int, saved: list[Any]) -> list[Any]:
-        """Keep what a call has saved, on the host where the schedule moves it there."""
-
-    def leave_backward(self, shared: bool) -> None:
-        """A unit's backward ends; with ``shared`` some of its gradients are still on leaves."""
-
-    @property
-    def late(self) -> dict[tuple[str, int], Callable[[], None]] | None:
-        """Takes what computes gradients of leaves later, by call, in the first part of a backward."""
-
-    def deliver(self, group: int, numbers: list[int], grads: list[Tensor | None]) -> None:
-        """Add gradients of leaves to a group's flat gradient."""
 
 
 class Bound:
@@ -91,7 +68,7 @@ class GraphCall:
 
     __slots__ = ("bound", "claim", "host", "index", "name", "parts", "saved", "watched")
 
-    def __init__(self, bound: Bound, host: GraphHost, claim: Claim, name: str, index: int) -> None:
+    def __init__(self, bound: Bound, host: Engine, claim: Claim, name: str, index: int) -> None:
         self.bound, self.host, self.claim, self.name, self.index = bound, host, claim, name, index
         self.saved: list[Any] | None = None
         self.parts: Sequence[Tensor | None] | None = None  # gradients of edges, from the first part of a backward

@@ -1,7 +1,6 @@
 """Memory of a step: the arena and its slots, gradients, host memory, and the layout of optimizer state."""
 
-from fshard.runtime.memory.kept import keep, packed_parts, values_of
-from fshard.runtime.memory.memory_spaces import memory_space, same_memory
+from fshard.runtime.memory.memory_spaces import keep, memory_space, packed_parts, same_memory, values_of
 from fshard.runtime.memory.optimizer_layout import BufferLayout
 from fshard.runtime.memory.slots import Slots
 

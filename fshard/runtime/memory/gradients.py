@@ -10,6 +10,7 @@ from torch import Tensor
 
 from fshard.runtime.memory.offload import Offload
 from fshard.runtime.memory.slots import GroupSlots
+from fshard.runtime.memory.step_memory import GroupBuffers
 from fshard.sharding.layout import Group
 from fshard.sharding.mesh import Mesh
 from fshard.sharding.plan import Plan
@@ -39,24 +40,14 @@ def share_of(group: Group, mesh: Mesh) -> float:
 
 
 @dataclass(frozen=True)
-class GradientBuffers:
-    """The buffers of the gradient of a trainable group, along its path. They may be one tensor.
+class GradientBuffers(GroupBuffers):
+    """The buffers of the gradient of a trainable group, along its path.
 
     Attributes:
         slots: the group's memory in the arena, with the flat gradient and its staging.
-        shard: the gradient shard.
-        own: the part of it that this rank updates, on the device.
-        home: the same part where the update reads it: on the device or in host memory.
-        late: whether the first sum of a shard is computed in the staging.
-        left: what its sum over replicas leaves for the next one, by the name of the buffer that keeps it.
     """
 
     slots: GroupSlots
-    shard: Tensor
-    own: Tensor
-    home: Tensor
-    late: bool = False
-    left: Mapping[str, Tensor] = field(default_factory=dict)
 
     @property
     def offloaded(self) -> bool:
@@ -95,6 +86,12 @@ class FlatGradients:
         self.accumulated = accumulated
         for held in (self.touched, self.summed, self.waiting, self.norms):
             held.clear()
+
+    def full(self, group: int) -> dict[int, Tensor] | None:
+        """The full gradients of a group's leaves on this rank, by their numbers in it; None where there are none."""
+        if group in self.waiting:
+            return {n: grad for n, grad in zip(*self.waiting[group], strict=True) if grad is not None}
+        return dict(enumerate(self.buffers[group].slots.grads)) if group in self.touched else None
 
     def sink(self, group: int, numbers: list[int], grads: list[Tensor | None]) -> None:
         """Add gradients of some leaves of a group to its flat gradient. Missing gradients are zero.

@@ -2,8 +2,7 @@
 
 import functools
 from collections.abc import Iterator, Mapping, Sequence
-from types import MappingProxyType
-from typing import NamedTuple
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -18,7 +17,8 @@ from fshard.sharding.layout import Group
 from fshard.sharding.plan import Plan
 
 
-class GroupBuffers(NamedTuple):
+@dataclass(frozen=True)
+class GroupBuffers:
     """Places of the gradient of a trainable group on its path, 1-D. They may be one tensor.
 
     Attributes:
@@ -33,7 +33,7 @@ class GroupBuffers(NamedTuple):
     own: Tensor
     home: Tensor
     late: bool
-    left: Mapping[str, Tensor] = MappingProxyType({})
+    left: Mapping[str, Tensor]
 
 
 class StepMemory:

@@ -18,6 +18,7 @@ from fshard.runtime.steps.consensus import FAILED, OK, Verdict
 from fshard.runtime.steps.failures import raise_failure
 from fshard.runtime.steps.norm_sets import NormSets
 from fshard.runtime.steps.readings import RuleNorms
+from fshard.runtime.steps.step_options import UpdateOptions
 from fshard.runtime.steps.step_refusals import unlike_skips
 from fshard.sharding.plan import Plan
 
@@ -234,8 +235,8 @@ class SkipRule:
         return [f"{self.count} before it were not finite, and were skipped: skip_limit={self.limit}"] * bool(self.count)
 
 
-def skip_rule(options: Any) -> SkipRule:
-    """The rule of ``skip_norm=``, ``skip=``, ``skip_limit=`` and ``loss_scale=``, which these options have."""
+def skip_rule(options: UpdateOptions) -> SkipRule:
+    """The rule of ``skip_norm=``, ``skip=``, ``skip_limit=`` and ``loss_scale=``."""
     asked = options.skip_norm is not None or options.skip is not None
     return SkipRule(options.skip_limit if asked else 0, options.skip_norm, options.loss_scale)
 

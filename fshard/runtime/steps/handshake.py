@@ -1,10 +1,13 @@
-"""The first exchange of a step: all ranks are about to run the same, on batches that fit together."""
+"""The first exchange of a step: all ranks are about to run the same, in the same modes, on batches that fit."""
 
+import functools
 import zlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import zip_longest
 from typing import Any, NamedTuple
+
+import torch
 
 from fshard.errors import ScheduleError, lines
 from fshard.runtime.comm import CALL_SITE_BYTES, Communicator, announce, exchange_bytes, exchange_text
@@ -13,7 +16,7 @@ from fshard.runtime.comm.facts import Facts, compare_numbers, digest
 from fshard.runtime.steps.batch_rows import BatchRows, uneven_rows
 from fshard.runtime.steps.consensus import FAILED, LACKING, OK
 from fshard.runtime.steps.failures import raise_failure
-from fshard.runtime.steps.interpreter_modes import modes, number_of, with_modes
+from fshard.torch_internals import any_autocast, cudnn_benchmark, cudnn_deterministic
 
 
 @dataclass(frozen=True)
@@ -141,3 +144,61 @@ def different_schedules(comm: Communicator, intent: Intent) -> ScheduleError:
             "batches: pad them.",
         )
     )
+
+
+Modes = tuple[object, ...]
+
+NAMES = (
+    "autocast on the CPU",
+    "autocast on CUDA",
+    "torch.get_default_dtype()",
+    "torch.is_grad_enabled()",
+    "torch.are_deterministic_algorithms_enabled()",
+    "torch.get_float32_matmul_precision()",
+    "torch.backends.cudnn.deterministic",
+    "torch.backends.cudnn.benchmark",
+)
+"""What ``modes`` returns, in this order."""
+
+
+NONE: Modes = (None, None)
+"""The dtypes of autocast where there is none."""
+
+
+def modes() -> Modes:
+    """The modes of this thread and process."""
+    return (
+        *(_autocast() if any_autocast() else NONE),
+        torch.get_default_dtype(),
+        torch.is_grad_enabled(),
+        torch.are_deterministic_algorithms_enabled(),
+        torch.get_float32_matmul_precision(),
+        cudnn_deterministic(),
+        cudnn_benchmark(),
+    )
+
+
+def _autocast() -> Modes:
+    on = torch.is_autocast_enabled
+    return tuple([torch.get_autocast_dtype(device) if on(device) else None for device in ("cpu", "cuda")])
+
+
+@functools.lru_cache(64)
+def number_of(found: Modes) -> int:
+    """A number that is equal on two ranks if these modes are."""
+    return digest(found)
+
+
+def with_modes(facts: Facts, found: Modes) -> Facts:
+    """Facts, with modes of the interpreter among them.
+
+    >>> with torch.autocast("cpu", torch.bfloat16):
+    ...     with_modes(Facts(), modes()).items()[0]["autocast on the CPU"]
+    'torch.bfloat16'
+    """
+
+    def items() -> list[dict[str, str]]:
+        first, *rest = [dict(tier) for tier in facts.items()] or [{}]
+        return [first | dict(zip(NAMES, map(str, found), strict=True)), *rest]
+
+    return replace(facts, number=facts.number ^ number_of(found), items=items)

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,22 +28,6 @@ from fshard.schedule.ops import ROOT
 from fshard.torch_internals import DataDependentOutputException
 
 Context = Callable[[], AbstractContextManager[object]]
-
-
-class Sink(Protocol):
-    """A listener whom a pass tells how far it is: an executor, or its part of one."""
-
-    def begin_microbatch(self, index: int) -> None:
-        """A microbatch begins."""
-
-    def reach(self, kind: str, unit: str, index: int) -> None:
-        """The program is at this compute op: whatever must precede it is done on return."""
-
-    def settle(self) -> None:
-        """The compute op is over: start what can run beside the code that follows."""
-
-    def end_microbatch(self) -> None:
-        """A microbatch is over."""
 
 
 @dataclass(frozen=True)
@@ -75,7 +59,7 @@ class Passes:
 
         Args:
             engine: runs its units.
-            sink: a ``Sink`` that the engine can ask what is readable.
+            sink: an executor, or its part of one, which is told how far the pass is.
             parts: the microbatches.
             scale: what the loss is multiplied by for the backward; in a graph the seed of the backward, 0-dim.
             opened: the context of the user's code, where signals are let through.

@@ -300,7 +300,7 @@ class Programs:
             slots = engine.slots.groups[group]
             if slots.grad is None:
                 slots.bind_grad(made.home)
-            buffers[group] = GradientBuffers(slots, *made)
+            buffers[group] = GradientBuffers(**vars(made), slots=slots)
         if beside is not None:
             return engine, beside.beside(engine.slots, self.comms, gradients)
         resident = Resident(memory, packing_kernels(self.cache))

@@ -142,7 +142,7 @@ class Runner:
             check_device(batch, self.plan.mesh.device)
             if programs.train:
                 check_detached(batch)
-            parts = microbatches(batch, programs.accumulate, self.plan.batch)
+            parts = self.cut_batch(batch)
             found = self._look(batch)
             if programs.train and found is not None and not found.weighted:
                 check_even(batch, programs.accumulate)
@@ -191,6 +191,10 @@ class Runner:
         self._decide(found, auto, batch)
         return self._look(batch) or found
 
+    def cut_batch(self, batch: Any) -> list[Any]:
+        """The microbatches."""
+        return microbatches(batch, self.programs.accumulate, self.plan.batch)
+
     def _look(self, batch: Any) -> ProgramTrace | None:
         """The program of a batch; None if no trace finds it."""
         return self.finder.look(batch)
@@ -206,7 +210,14 @@ class Runner:
             raise left_in_backward()
         if self.in_backward and update is not None:
             update.resume()
-        self._count_retry(outcome)
+        self._retries += 1
+        if self._retries == PATIENCE:
+            warnings.warn(
+                f"{PATIENCE} steps left their schedule and ran again, gathered on demand: right, but slow, and with "
+                f"the memory of all parameters. The last one: {outcome.end.left or 'on another rank'}. Let Python "
+                f"values that decide which units run be part of the batch: then each has a schedule of its own",
+                stacklevel=3,
+            )
         return self._ready(ready.request, None, ready.parts, ready.facts)
 
     def _prepare_without(self, ready: Ready) -> Ready:
@@ -218,16 +229,6 @@ class Runner:
         assert found is not None and isinstance(self.programs.policy, Auto)
         self._decide(found, self.programs.policy, batch)
         return self._ready(ready.request, found, ready.parts, ready.facts)
-
-    def _count_retry(self, outcome: Outcome) -> None:
-        self._retries += 1
-        if self._retries == PATIENCE:
-            warnings.warn(
-                f"{PATIENCE} steps left their schedule and ran again, gathered on demand: right, but slow, and with "
-                f"the memory of all parameters. The last one: {outcome.end.left or 'on another rank'}. Let Python "
-                f"values that decide which units run be part of the batch: then each has a schedule of its own",
-                stacklevel=4,
-            )
 
     # -- handshake ----------------------------------------------------------------------------------------------------
 
@@ -352,10 +353,8 @@ class Runner:
         hosted = self.programs.remat.hosted(program) if self.programs.train else {}
         if taken := sorted(engine.inner.intersection(hosted)):
             raise differentiated(taken)
-        program = replace(program, hosted=hosted)
-        found = ProgramTrace(
-            program, weighted, True, frozenset(engine.inner), exact=engine.exact, remat=self.programs.remat
-        )
+        program, inner = replace(program, hosted=hosted), frozenset(engine.inner)
+        found = ProgramTrace(program, weighted, True, inner, exact=engine.exact, remat=self.programs.remat)
         found = replace(found, scaled=tuple(executor.scaled))
         if self.programs.train or self._common(found):
             self.finder.learn(agreed.ready.request.batch, found)

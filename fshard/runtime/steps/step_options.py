@@ -87,28 +87,34 @@ SKIPS = 10
 
 
 @dataclass(frozen=True)
-class Options:
-    """Options of ``make_train_step``."""
+class UpdateOptions:
+    """Options of updates: of ``make_update``, and of train steps."""
 
     clip: Clip
     skip_norm: float | None
     skip: Callable[[Any], bool] | None
-    accumulate: int
-    donate: bool
-    running: RunOptions
+    skip_limit: int
     loss_scale: LossScale | None
-    norms: tuple[str, ...] | None = None
-    skip_limit: int = SKIPS
+    norms: tuple[str, ...] | None
+    donate: bool
 
     def told(self) -> dict[str, Any]:
         """The options that must be equal on all ranks. Those about a rank's own memory need not be."""
-        kept = {name: getattr(self, name) for name in ("skip_norm", "accumulate", "loss_scale", "norms", "skip_limit")}
-        return self.running.told() | {"clip_norm": self.clip.rules, "skip": name_of(self.skip)} | kept
+        name = None if self.skip is None else getattr(self.skip, "__qualname__", type(self.skip).__qualname__)
+        kept = {each: getattr(self, each) for each in ("skip_norm", "skip_limit", "loss_scale", "norms")}
+        return {"clip_norm": self.clip.rules, "skip": name} | kept
 
 
-def name_of(skip: Callable[[Any], bool] | None) -> str | None:
-    """The name of ``skip=``, which must be equal on all ranks; None without one."""
-    return None if skip is None else getattr(skip, "__qualname__", type(skip).__qualname__)
+@dataclass(frozen=True)
+class Options(UpdateOptions):
+    """Options of ``make_train_step``."""
+
+    accumulate: int
+    running: RunOptions
+
+    def told(self) -> dict[str, Any]:
+        """Those of updates, and how the step runs."""
+        return self.running.told() | super().told() | {"accumulate": self.accumulate}
 
 
 def step_problems(loss_fn: Any, plan: Plan, clip: Clip, accumulate: Any, policy: Policy | Auto) -> Iterator[str]:

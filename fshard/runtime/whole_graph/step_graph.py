@@ -1,6 +1,6 @@
-"""The graph of one program on the memory of one state, and why a step runs without one."""
+"""The graph of one program on the memory of one state, and why a step runs without one, or no step can have one."""
 
-from collections.abc import Collection, Hashable, Sequence
+from collections.abc import Collection, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 from weakref import ref
@@ -8,15 +8,17 @@ from weakref import ref
 from torch import Tensor
 
 from fshard import tree
+from fshard.optim.base import Optimizer
 from fshard.runtime.engine.batch import microbatches, signature
 from fshard.runtime.execution import Rounding, Shards
 from fshard.runtime.graphs.surroundings import Surroundings
-from fshard.runtime.steps import Prepared
-from fshard.runtime.steps.interpreter_modes import modes
+from fshard.runtime.steps import Options, Prepared
+from fshard.runtime.steps.handshake import modes
 from fshard.runtime.steps.readings import RuleNorms
 from fshard.runtime.steps.records import PassResult
-from fshard.runtime.whole_graph.device_capture import Replay
+from fshard.runtime.whole_graph.device_capture import Capture, Replay
 from fshard.schedule.ops import Op
+from fshard.sharding.plan import Plan
 from fshard.sharding.spec import P
 
 READY, CAPTURES = 0, 1
@@ -110,3 +112,45 @@ def _like(leaf: Any) -> Any:
 
 def _copied(leaf: Any) -> Any:
     return leaf.clone() if isinstance(leaf, Tensor) else leaf
+
+
+CAPTURABLE = ("adamw", "sgd")
+"""Optimizers that read their rate and the number of the update from device memory."""
+
+
+def graph_problems(plan: Plan, opt: Optimizer, options: Options, capture: Capture | None, mode: str) -> Iterator[str]:
+    """Say why no step of these options can be captured.
+
+    Args:
+        plan: the plan.
+        opt: the optimizer.
+        options: of the step.
+        capture: what captures the work of the mesh's device; None if nothing does.
+        mode: ``Policy(graph=)``.
+    """
+    device, running = plan.mesh.device, options.running
+    asked = f"Policy(graph={mode!r})"
+    if capture is None:
+        yield f"{asked} captures CUDA graphs, and the mesh is on device {str(device)!r}: leave graph= out"
+    if plan.stages is not None:
+        yield f"{asked}: the host steers what the stages of a pipeline send: leave graph= or stages= out"
+    if mode == "segments" and running.policy.update == "beside":
+        yield f"{asked}: an update beside compute does not end with a segment: use update='deferred' or graph='step'"
+    if running.policy.update == "in_backward":
+        yield f"{asked} needs update='deferred': a graph begins with the update of the step before"
+    if not vars(type(opt)).get("capturable", False):
+        yield (
+            f"{asked}: {type(opt).__name__} reads its rate or its count from the host: the optimizers "
+            f"{' and '.join(CAPTURABLE)} can be captured"
+        )
+    if not options.donate:
+        yield f"{asked} needs donate=True: a graph updates the state where it lies"
+    if running.debug:
+        yield f"{asked} has no operators for debug=True to look at: leave one of them out"
+    if running.remat.offloads:
+        yield f"{asked}: remat='offload' copies activations to the host"
+    for group in plan.groups:
+        if group.offloaded or group.kinds.hosted or group.kinds.opt != "device":
+            path = group.leaves[0].path
+            yield f"{asked}: {path} or its optimizer state is kept in memory of the host, or updated there"
+            return
