@@ -128,8 +128,8 @@ def test_an_axis_of_one_rank_cuts_nothing() -> None:
     assert callable(fs.func.clipped_grad(lambda params, x: x.mean(), plan, 1.0))
 
 
-def arrays(mesh: fs.Mesh) -> list[str]:
-    """On a rank: what each way says where the rows of ranks are arrays of unequal lengths, for the loss to convert."""
+def converted(mesh: fs.Mesh) -> list[list[str]]:
+    """On a rank: what each way says where the rows of ranks are no tensors, and unequally many: the loss makes them."""
     plan = fs.make_plan({"w": torch.ones(3)}, mesh, [(".*", fs.fsdp("data"))], batch=fs.P("data"))
     opt = fs.optim.sgd(0.1)
     state = fs.init_state(plan, opt, params={"w": torch.ones(3)})
@@ -137,14 +137,20 @@ def arrays(mesh: fs.Mesh) -> list[str]:
     def loss(params: Any, x: Any) -> Any:
         return (torch.as_tensor(x) @ params["w"]).mean()
 
-    x = torch.full((2 + mesh.rank, 3), 1.0 + mesh.rank).numpy()
-    calls = (fs.make_train_step(loss, opt, plan, donate=False), fs.make_eval_step(loss, plan))
-    return [tried(lambda call=call: call(state, x)) for call in calls] + [  # type: ignore[misc]
-        tried(lambda: fs.value_and_grad(loss, plan)(state, x)[0]),
-        tried(lambda: fs.func.sharded_loss(loss, plan)(state.params, x)),
-    ]
+    def said(x: Any) -> list[str]:
+        calls = (fs.make_train_step(loss, opt, plan, donate=False), fs.make_eval_step(loss, plan))
+        return [tried(lambda call=call: call(state, x)) for call in calls] + [  # type: ignore[misc]
+            tried(lambda: fs.value_and_grad(loss, plan)(state, x)[0]),
+            tried(lambda: fs.func.sharded_loss(loss, plan)(state.params, x)),
+        ]
+
+    x = torch.full((2 + mesh.rank, 3), 1.0 + mesh.rank)
+    return [said(x.numpy()), said(x.tolist())]
 
 
-def test_rows_of_arrays_count() -> None:
-    for said in sum(on_ranks(2, arrays), []):
-        assert "rank 0: 2 rows\n  rank 1: 3 rows" in said, said
+def test_rows_that_are_no_tensors_count() -> None:
+    for of_arrays, of_lists in on_ranks(2, converted):
+        for said in of_arrays:
+            assert "rank 0: 2 rows\n  rank 1: 3 rows" in said, said
+        for said in of_lists:
+            assert "rank 0: 6 values\n  rank 1: 9 values" in said, said

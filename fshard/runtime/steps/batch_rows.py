@@ -55,12 +55,15 @@ class BatchRows:
     def numbers(self, batch: Any) -> list[int]:
         """Return what a rank tells of its batch."""
         firsts, content = leading_dims(batch), [_content(batch)] if self.alike else []
+        if not firsts:  # the values may be rows, such as the texts of a list
+            values = len(tree.leaves(batch))
+            return [digest((values,)), 0, values, 0, 0, *content]
         if not self.further:  # on the path of every step
-            return [digest(firsts), len(firsts), _first(firsts), 0, 0, *content]
+            return [digest(firsts), len(firsts), firsts[0], 0, 0, *content]
         sizes = [
             x.shape[dim] for x in tree.leaves(batch) if isinstance(x, Tensor) for dim in self.further if dim < x.ndim
         ]
-        return [digest(firsts), len(firsts), _first(firsts), digest(sizes), _first(sizes), *content]
+        return [digest(firsts), len(firsts), firsts[0], digest(sizes), sizes[0] if sizes else -1, *content]
 
     def unlike(self, told: Sequence[Sequence[int]]) -> BatchError | None:
         """The error of ranks that have different rows where they must have the same; None if they have.
@@ -89,7 +92,8 @@ class BatchRows:
                 return [f"rank {rank}: {count} tensor{'s' * (count != 1)}" for rank, count in enumerate(counts)]
             if len(set(firsts)) == 1:
                 return [f"the batch's first tensor has {firsts[0]} rows on every rank, but others differ"]
-            return [f"rank {rank}: {_count(first)} rows" for rank, first in enumerate(firsts)]
+            what = "rows" if counts[0] else "values"
+            return [f"rank {rank}: {first} {what}" for rank, first in enumerate(firsts)]
         if not self.further:
             return []
         met: dict[int, int] = {}
@@ -167,10 +171,6 @@ def uneven_rows(rows: Sequence[str], floats: Sequence[str] = ()) -> BatchError:
             f"Give every rank as many rows, or return {remedy}.",
         )
     )
-
-
-def _first(sizes: Sequence[int]) -> int:
-    return sizes[0] if sizes else -1
 
 
 def _count(size: int) -> str:
