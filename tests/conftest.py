@@ -13,6 +13,10 @@ from multiprocessing.util import Finalize
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Inductor compiles a kernel or two in a test: processes of its own would take longer to start.
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
+# Its libraries read it when they are imported. Without it names of no model are looked up again and again.
+os.environ["HF_HUB_OFFLINE"] = "1"
+# Processes of tests would each compile the package.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 import pytest  # noqa: E402
 import torch  # noqa: E402

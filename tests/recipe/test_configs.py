@@ -61,7 +61,6 @@ held_out = 0.0
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder with a model, data of all kinds and a config, which the test is in."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     Path("model.py").write_text(MODEL)
     Path("text.txt").write_text("All work and no play makes Jack a dull boy. " * 20)
     Path("empty.txt").write_text("")

@@ -11,7 +11,8 @@ from torch.utils.checkpoint import checkpoint
 
 import fshard as fs
 from fshard.errors import LossError, PlanError, UnitError
-from fshard.runtime.execution.trace_program import ProgramTrace, trace
+from fshard.runtime.engine.program_mode import ProgramMode
+from fshard.runtime.execution.trace_program import ASKED, ProgramTrace, trace
 from fshard.schedule.ops import ROOT, Call
 from tests.shared import zoo
 
@@ -280,3 +281,14 @@ def test_names_of_module_units() -> None:
     assert found is not None
     assert found.program.forward == _calls("1") + _calls("2")
     assert found.program.reads == {"1": (1,), "2": (2,), ROOT: (0,)}
+
+
+def test_a_trace_answers_what_autograd_asks_as_pytorch_does() -> None:
+    with ProgramMode():
+        x = torch.empty(4, 3)
+        others = x, x.t(), x[:2], x.flatten(), torch.empty(4, 3), torch.empty(6), torch.empty(6).double()
+        for ask, answer in ASKED.items():
+            number = len(ask._schema.arguments)
+            answers = [answer(*(x, y)[:number]) for y in others]
+            assert answers == [ask(*(x, y)[:number]) for y in others]
+            assert len(set(answers)) == number

@@ -155,7 +155,7 @@ def test_nests_of_transforms_over_programs(ranks: int) -> None:
     assert counts["equal"] == 3
 
 
-CHUNK = 25
+CHUNK = 10
 
 
 @pytest.mark.slow

@@ -21,7 +21,6 @@ from fshard.torch_internals import (
     DataDependentOutputException,
     DynamicOutputShapeException,
     FakeTensorMode,
-    TorchDispatchMode,
     UnsupportedFakeTensorException,
     UnsupportedOperatorException,
     unset_fake_temporarily,
@@ -51,38 +50,8 @@ def needs_values(error: Exception) -> bool:
     return lost or any(said in text for said in FAKE_ONLY) or isinstance(error, VALUES_NEEDED)
 
 
-class FakeFallback(TorchDispatchMode):
-    """Enter it inside of a fake mode: an error of an operator counts only if its kernel raises one, too.
-
-    Args:
-        mode: the fake mode.
-    """
-
-    def __init__(self, mode: FakeTensorMode) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.mode = mode
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run the operator."""
-        try:
-            return func(*args, **(kwargs or {}))
-        except VALUES_NEEDED:
-            raise
-        except RuntimeError:
-            # Only torch's own: they change nothing but their arguments, which here are made for the purpose.
-            if getattr(func, "namespace", "") != "aten":
-                raise
-            found = _on_zeros(func, args, kwargs or {})
-            if found is None:
-                raise
-            return tree.mapped(lambda x: self.mode.from_tensor(x) if isinstance(x, Tensor) else x, found[0])
-
-
 class KernelFakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
-    """A fake mode for traces of ``make_fx``: an error of an operator counts only if its kernel raises one, too.
-
-    ``FakeFallback`` would act before the operator is written into the graph.
-    """
+    """A fake mode in which an error of an operator counts only if its kernel raises one, too."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run the operator."""
@@ -91,6 +60,7 @@ class KernelFakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
         except VALUES_NEEDED:
             raise
         except RuntimeError:
+            # Only torch's own: they change nothing but their arguments, which here are made for the purpose.
             found = _on_zeros(func, args, kwargs or {}) if getattr(func, "namespace", "") == "aten" else None
             if found is None:
                 raise

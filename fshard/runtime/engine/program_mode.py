@@ -3,11 +3,11 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from fshard.runtime.engine.fake_fallback import KernelFakeMode
 from fshard.sharding.mesh import Axes, Mesh
-from fshard.torch_internals import FakeTensorMode
 
 
-class ProgramMode(FakeTensorMode):
+class ProgramMode(KernelFakeMode):
     """Makes tensors without data.
 
     A collective of such tensors moves nothing, and tells the mode of its tensor which communicator it would need. So a

@@ -6,7 +6,7 @@ values cannot run so; the first real step then finds the program on demand.
 """
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -22,7 +22,7 @@ from fshard.model.unit import slot_of
 from fshard.runtime.engine.activations import Activations, TracedCopies, written_by
 from fshard.runtime.engine.batch import check_kept, faked
 from fshard.runtime.engine.engine import Engine
-from fshard.runtime.engine.fake_fallback import FakeFallback, explaining, needs_values, quiet
+from fshard.runtime.engine.fake_fallback import explaining, needs_values, quiet
 from fshard.runtime.engine.hosted_activations import HostedActivations
 from fshard.runtime.engine.loss_result import check_differentiable, foreign_loss, read_loss
 from fshard.runtime.engine.program_mode import ProgramMode
@@ -37,8 +37,14 @@ from fshard.sharding.mesh import Axes, Mesh
 from fshard.sharding.plan import Plan
 from fshard.torch_internals import FakeTensor, TorchDispatchMode, UnsupportedFakeTensorException
 
-DEVICE = torch.ops.prim.device.default
-"""What ``x.device`` is of a fake tensor."""
+ASKED: Mapping[Any, Callable[..., Any]] = {
+    torch.ops.prim.device.default: lambda x: x.fake_device,
+    torch.ops.aten.is_same_size.default: lambda x, y: x.shape == y.shape,
+    torch.ops.aten._has_same_storage_numel.default: lambda x, y: (
+        x.untyped_storage().nbytes() // x.element_size() == y.untyped_storage().nbytes() // y.element_size()
+    ),
+}
+"""What autograd asks of fake tensors, more often than it runs operators on them."""
 
 SCALING = frozenset((torch.ops.aten.embedding.default, torch.ops.aten._embedding_bag.default))
 """Reads of a table whose gradient is divided by how often the batch has a row, where their fourth argument is true."""
@@ -114,8 +120,8 @@ class GlueWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Note slot leaves among the arguments, then run the op."""
-        if func is DEVICE and isinstance(args[0], FakeTensor) and not args[0].fake_mode.in_kernel_invocation:
-            return args[0].fake_device  # two thirds of all that is dispatched; the modes below add nothing to it
+        if func in ASKED and isinstance(args[0], FakeTensor) and not args[0].fake_mode.in_kernel_invocation:
+            return ASKED[func](*args)  # the modes below add nothing to it
         if not self.engine.differentiating and self.fault is None:
             self._check_reads(args, kwargs or {})
             if kwargs and isinstance(kwargs.get("generator"), torch.Generator):
@@ -289,9 +295,8 @@ def _traced_in(
         engine.stop()
         check_kept(batch, objects)
     groups = {name: list(reads.groups) for name, reads in engine.units.reads.items()}
-    activations.turn()
-    if not train:
-        activations.turn()  # what would be the backward of the code between units
+    for _ in range(2 - train):
+        activations.turn()  # the second stands for a backward of the code between units
     idle = _unmoved(plan, moved) if train else ()
     inner, program = frozenset(engine.inner), program_of(seen, groups)
     needs = copies.told(program, activations.needs) if hosted is not None else tuple(activations.needs)
@@ -325,7 +330,7 @@ def without_data(
 
     What activations take is written down, and the axes of the mesh over which the program communicates.
     """
-    with explaining(batch), quiet(), mode, FakeFallback(mode), activations, mode.noting(mesh, axes):
+    with explaining(batch), quiet(), mode, activations, mode.noting(mesh, axes):
         yield
 
 
