@@ -135,8 +135,7 @@ class SampleTool(MayBeScheduled):
         return self._parted[parts]
 
     def _scheduled(self, params: Any, batch: Any, real: int | None) -> ScheduledSamples | None:
-        """The scheduled function that has run on arguments, which are checked; None if the call has none."""
-        self._check(params, batch)
+        """The scheduled function that has run on checked arguments; None if the call has none."""
         self._schedules = self._in(1)
         if (found := self._found(batch, params)) is not None:
             parts, least = self._parts(batch)
@@ -209,6 +208,7 @@ class SampleGradients(SampleTool):
             TreeError, BatchError: arguments that do not fit, alike on all ranks.
             PeerError: another rank failed.
         """
+        self._check(params, batch)
         batch, real = filled(batch)
         if (scheduled := self._scheduled(params, batch, real)) is not None:
             return held_by(scheduled.tape, self.plan.here, real)
@@ -248,6 +248,7 @@ class ClippedGradient(SampleTool):
             TreeError, BatchError: arguments that do not fit, alike on all ranks.
             PeerError: another rank failed.
         """
+        self._check(params, batch)
         batch, real = filled(batch)
         if (scheduled := self._scheduled(params, batch, real)) is not None:
             return scheduled.clipped()
