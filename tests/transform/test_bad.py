@@ -118,7 +118,7 @@ def dropout_from_nowhere(mesh: fs.Mesh, plan: fs.Plan) -> list[str]:
     net = fs.split(nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5)).double(), units=("0", "1"))
     own = fs.make_plan(net, mesh, [(r".*", fs.fsdp("shard"))])
     drops = fs.unit(lambda p, x: torch.dropout(x @ p["weight"], 0.5, True))
-    f = fs.func.sharded_loss(lambda p, x: drops(p["0"], x).sum(), own)
+    f = fs.func.sharded_loss(lambda p, x: drops(p["0"], x).sum(), own, reshard=True, debug=True)  # on no schedule
     x = torch.ones(2, 4).double()
     return [raised(lambda: F.grad(f)(fs.shard(net.params, own), x))] if mesh.size > 1 else []
 

@@ -334,3 +334,21 @@ def test_only_what_is_taken_is_reduced_and_moves() -> None:
 
     for counts in fs.virtual_mesh((2,), ("any",)).run(found):
         assert counts == [(1, UNITS + 1)] * len(counts)
+
+
+@pytest.mark.parametrize("reshard", [True, False])
+def test_a_gradient_is_that_of_the_mask_of_its_value(reshard: bool) -> None:
+    def on_rank() -> None:
+        with fs.make_mesh((-1,), ("data",)) as mesh:
+            whole = {"layer": {"w": torch.ones(4, 4).double()}}
+            plan = fs.make_plan(whole, mesh, [(".*", fs.fsdp("data"))])
+            drops = fs.unit(lambda p, x: torch.dropout(x @ p["w"], 0.5, True))
+            f = fs.func.sharded_loss(lambda p, x: drops(p["layer"], x).sum(), plan, reshard=reshard)
+            params, x = fs.shard(whole, plan), torch.arange(1.0, 13.0).double().view(3, 4) * (1 + mesh.rank)
+            for _ in range(2):
+                gradient, value = F.grad_and_value(f)(params, x)
+                check(f.schedule)
+                # The loss is linear in the parameters.
+                torch.testing.assert_close(tree.vdot(gradient, params, plan), value, rtol=1e-12, atol=0)
+
+    fs.virtual_mesh((2,), ("any",)).run(on_rank)
