@@ -52,7 +52,7 @@ class Wandb:
 
 
 FORBIDDEN = re.compile(r"[^/\w.\- :]")
-"""What names of MLflow's metrics cannot hold. It becomes an underscore."""
+"""Characters that names of MLflow's metrics cannot hold. Each becomes an underscore."""
 
 
 class MLflow:

@@ -65,7 +65,7 @@ class LayerPart(NamedTuple):
 
 
 Parts = dict[Any, list[LayerPart]]
-"""What a call has left of the gradients of samples, by path; by the number of the leaf where no engine calls."""
+"""Parts of the gradients of samples that a call has left, by path; where no engine calls, by the leaf's number."""
 
 
 @dataclass(eq=False)

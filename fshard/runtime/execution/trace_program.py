@@ -44,7 +44,7 @@ ASKED: Mapping[Any, Callable[..., Any]] = {
         x.untyped_storage().nbytes() // x.element_size() == y.untyped_storage().nbytes() // y.element_size()
     ),
 }
-"""What autograd asks of fake tensors, more often than it runs operators on them."""
+"""Answers to operators by which autograd asks about fake tensors, more often than it computes on them."""
 
 SCALING = frozenset((torch.ops.aten.embedding.default, torch.ops.aten._embedding_bag.default))
 """Reads of a table whose gradient is divided by how often the batch has a row, where their fourth argument is true."""

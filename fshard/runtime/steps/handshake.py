@@ -148,7 +148,7 @@ def different_schedules(comm: Communicator, intent: Intent) -> ScheduleError:
 
 Modes = tuple[object, ...]
 
-NAMES = (
+MODE_NAMES = (
     "autocast on the CPU",
     "autocast on CUDA",
     "torch.get_default_dtype()",
@@ -158,17 +158,16 @@ NAMES = (
     "torch.backends.cudnn.deterministic",
     "torch.backends.cudnn.benchmark",
 )
-"""What ``modes`` returns, in this order."""
+"""Names of the ``modes``, in their order."""
 
-
-NONE: Modes = (None, None)
+NO_AUTOCAST: Modes = (None, None)
 """The dtypes of autocast where there is none."""
 
 
 def modes() -> Modes:
     """The modes of this thread and process."""
     return (
-        *(_autocast() if any_autocast() else NONE),
+        *(_autocast() if any_autocast() else NO_AUTOCAST),
         torch.get_default_dtype(),
         torch.is_grad_enabled(),
         torch.are_deterministic_algorithms_enabled(),
@@ -199,6 +198,6 @@ def with_modes(facts: Facts, found: Modes) -> Facts:
 
     def items() -> list[dict[str, str]]:
         first, *rest = [dict(tier) for tier in facts.items()] or [{}]
-        return [first | dict(zip(NAMES, map(str, found), strict=True)), *rest]
+        return [first | dict(zip(MODE_NAMES, map(str, found), strict=True)), *rest]
 
     return replace(facts, number=facts.number ^ number_of(found), items=items)
