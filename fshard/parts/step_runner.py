@@ -32,7 +32,7 @@ from fshard.runtime.execution.observers import observers_of
 from fshard.runtime.execution.pending_update import joined
 from fshard.runtime.steps import Latest
 from fshard.runtime.steps.batch_rows import rows_of
-from fshard.runtime.steps.consensus import FAILED, OK, Columns, worst_of
+from fshard.runtime.steps.consensus import FAILED, OK, Columns, status_alone
 from fshard.runtime.steps.failures import together
 from fshard.runtime.steps.handshake import Intent, Terms, agree
 from fshard.runtime.steps.measured_rates import decided, foreseen
@@ -120,10 +120,10 @@ class StepRunner:
                 agree(self._meetings.control, Terms(CALL, batch=given.batch, facts=facts))
                 return why
             attempt = self._scheduled(replay, executor, given, shield, facts)
-            status = attempt.met.row.status
-            if worst_of(status) == FAILED:
-                self._meetings.raise_failure(attempt.met.end, status)
-            if worst_of(status) == OK:
+            worst = status_alone(attempt.met.row.status).worst
+            if worst == FAILED:
+                self._meetings.raise_failure(attempt.met.end, attempt.met.row.status)
+            if worst == OK:
                 return self._concluded(replay, attempt, given)
         except BaseException:
             self._meetings.transport.abort(COLLECTIVES, "the step failed")
@@ -279,7 +279,7 @@ class StepRunner:
         met = self._meetings.consensus(executor, end, tally, columns)
         if met.whole and control.size > 1:
             self.busy = [seconds for (seconds,) in met.row.told("busy")]
-        if worst_of(met.row.status) == OK and met.mine is not None:
+        if status_alone(met.row.status).worst == OK and met.mine is not None:
             floats = joint_floats(control, met.row, met.mine.plain, uneven)
         return Attempt(result, met, floats)
 

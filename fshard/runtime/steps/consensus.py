@@ -99,16 +99,11 @@ class Verdict:
 
     @property
     def worst(self) -> int:
-        """How the step went: see ``worst_of``."""
-        return worst_of(self.status)
-
-
-def worst_of(told: Sequence[int]) -> int:
-    """``FAILED`` if any rank failed, else what any must make again, else ``FAILED`` if any was cut off."""
-    for status in (FAILED, RETRY, STARVED):
-        if status in told:
-            return status
-    return FAILED if CUT in told else OK
+        """``FAILED`` if any rank failed, else what any must make again, else ``FAILED`` if any was cut off."""
+        for status in (FAILED, RETRY, STARVED):
+            if status in self.status:
+                return status
+        return FAILED if CUT in self.status else OK
 
 
 def status_alone(status: tuple[int, ...]) -> Verdict:
