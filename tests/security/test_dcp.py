@@ -98,15 +98,15 @@ OPCODES: dict[str, tuple[bytes, str]] = {
     "marks": (b"(" * 300_000, "makes more containers"),
     "duplicates": (b"N2.", "is the opcode b'2'"),
     "bytes that are not there": (b"\x8e" + struct.pack("<Q", 2**40), "is the opcode"),
-    "text that is not there": (b"\x8d" + struct.pack("<Q", 2**40), "ends before byte"),
-    "a long number": (b"\x8a\xff" + b"\xff" * 255 + b".", "a number of 255 bytes"),
+    "text that is not there": (b"\x8d" + struct.pack("<Q", 2**40), "ends early"),
+    "a long number": (b"\x8a\xff" + b"\x7f" * 255 + b".", "more than 16 bytes"),
     "a longer number": (b"\x8b\xff\xff\xff\x7f", "is the opcode"),
-    "a frame": (b"\x95" + struct.pack("<Q", 2**62), "longer than the rest of the text"),
+    "a frame": (b"\x95" + struct.pack("<Q", 2**62), "ends early"),
     "a key that can collide": (b"}K\x01K\x02s.", "not a string, or there twice"),
     "a call of a string": (b"X\x01\x00\x00\x00x)R.", "is of no name"),
     "more behind it": (b"N.N.", "ends at byte"),
     "an empty stack": (b"0.", "is the opcode"),
-    "nothing to append": (b"Na.", "finds nothing on the stack"),
+    "nothing to append": (b"Na.", "ends early, or"),
 }
 
 
