@@ -11,7 +11,7 @@ has in Python.
 import io
 import pickle
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -53,7 +53,7 @@ class UnknownNameError(ValueError):
     """A pickle contains a name that its reader does not know."""
 
 
-def read_pickle(text: bytes | bytearray, known: Callable[[GlobalName], bool]) -> Any:
+def read_pickle(text: bytes | bytearray, known: Container[GlobalName]) -> Any:
     """The value of a pickle: None, bools, numbers, strings, tuples, lists, dicts, names and call records.
 
     Keys of dicts are strings or call records, which are equal only to themselves. Values may share parts and contain
@@ -65,7 +65,7 @@ def read_pickle(text: bytes | bytearray, known: Callable[[GlobalName], bool]) ->
     """
     stream = io.BytesIO(text)
     try:
-        value = _Reader(stream, known, SPARE + len(text) // SPACING).load()
+        value = PickleReader(stream, known, SPARE + len(text) // SPACING).load()
     except (pickle.UnpicklingError, EOFError, IndexError, AttributeError, TypeError, struct.error) as error:
         raise ValueError(f"it ends early, or an opcode does not find what it takes: {error}") from None
     if stream.tell() != len(text):
@@ -77,10 +77,10 @@ UNPICKLER: Any = pickle._Unpickler
 """The unpickler that Python has in Python, whose opcodes are methods."""
 
 
-class _Reader(UNPICKLER):  # type: ignore[misc]
+class PickleReader(UNPICKLER):  # type: ignore[misc]
     """The unpickler, without what runs or sets anything."""
 
-    def __init__(self, stream: io.BytesIO, known: Callable[[GlobalName], bool], room: int) -> None:
+    def __init__(self, stream: io.BytesIO, known: Container[GlobalName], room: int) -> None:
         super().__init__(stream)
         self.known, self.room = known, room
         self.names: dict[GlobalName, GlobalName] = {}
@@ -88,7 +88,7 @@ class _Reader(UNPICKLER):  # type: ignore[misc]
     def find_class(self, module: str, name: str) -> GlobalName:
         """The name itself, if it is allowed."""
         found = GlobalName(module, name)
-        if found != ATTRIBUTE and not self.known(found):
+        if found != ATTRIBUTE and found not in self.known:
             raise UnknownNameError(f"{module[:100]}.{name[:100]}")
         return self.names.setdefault(found, found)
 
@@ -148,15 +148,15 @@ class _Reader(UNPICKLER):  # type: ignore[misc]
             raise ValueError(f"a number has more than {DIGITS} bytes")
 
 
-class _Opcodes(dict[int, Callable[[_Reader], Any]]):
+class _Opcodes(dict[int, Callable[[PickleReader], Any]]):
     """The effect of each known opcode; a ValueError for any other."""
 
     def __missing__(self, code: int) -> None:
         raise ValueError(f"a byte is the opcode {bytes([code])!r}, which files of tensors do not have")
 
 
-def _holding(load: Callable[[_Reader], Any]) -> Callable[[_Reader], Any]:
-    def held(reader: _Reader) -> None:
+def _holding(load: Callable[[PickleReader], Any]) -> Callable[[PickleReader], Any]:
+    def held(reader: PickleReader) -> None:
         reader.hold()
         load(reader)
 
@@ -164,12 +164,12 @@ def _holding(load: Callable[[_Reader], Any]) -> Callable[[_Reader], Any]:
 
 
 OWN = {
-    pickle.REDUCE: _holding(_Reader.load_call),
-    pickle.NEWOBJ: _holding(_Reader.load_call),
-    pickle.BUILD: _Reader.load_state,
-    pickle.SETITEM: _Reader.load_pair,
-    pickle.SETITEMS: _Reader.load_pairs,
-    pickle.LONG1: _Reader.load_number,
+    pickle.REDUCE: _holding(PickleReader.load_call),
+    pickle.NEWOBJ: _holding(PickleReader.load_call),
+    pickle.BUILD: PickleReader.load_state,
+    pickle.SETITEM: PickleReader.load_pair,
+    pickle.SETITEMS: PickleReader.load_pairs,
+    pickle.LONG1: PickleReader.load_number,
 }
 CONTAINERS = (
     *(pickle.MARK, pickle.TUPLE1, pickle.TUPLE2, pickle.TUPLE3, pickle.TUPLE),
@@ -181,8 +181,8 @@ OTHERS = (
     *(pickle.SHORT_BINUNICODE, pickle.BINUNICODE, pickle.BINUNICODE8, pickle.EMPTY_TUPLE),
     *(pickle.MEMOIZE, pickle.BINPUT, pickle.LONG_BINPUT, pickle.BINGET, pickle.LONG_BINGET),
 )
-_Reader.dispatch = _Opcodes(
+PickleReader.dispatch = _Opcodes(
     {code[0]: load for code, load in OWN.items()}
-    | {code[0]: _holding(_Reader.dispatch[code[0]]) for code in CONTAINERS}
-    | {code[0]: _Reader.dispatch[code[0]] for code in OTHERS}
+    | {code[0]: _holding(PickleReader.dispatch[code[0]]) for code in CONTAINERS}
+    | {code[0]: PickleReader.dispatch[code[0]] for code in OTHERS}
 )

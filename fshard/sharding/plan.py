@@ -348,7 +348,7 @@ def make_plan(
 def _inputs_of(
     model: Any, code: Code, rules: Sequence[RuleLike], units: Sequence[str], wire: Wire, stages: StageCut | None
 ) -> Inputs:
-    """What a plan is made of beside the mesh, the batch and the dtypes."""
+    """The inputs of a plan beside the mesh, the batch and the dtypes."""
     tensors = tensors_of(model if isinstance(model, Mapping) else model.params)
     shapes = {path: tuple(t.shape) for path, t in tensors.items()}
     return Inputs(
