@@ -64,8 +64,9 @@ def read_pickle(text: bytes | bytearray, known: Container[GlobalName]) -> Any:
         ValueError: the text is not a pickle, or has opcodes that files of tensors do not need.
     """
     stream = io.BytesIO(text)
+    reader = PickleReader(stream, known, SPARE + len(text) // SPACING)
     try:
-        value = PickleReader(stream, known, SPARE + len(text) // SPACING).load()
+        value = reader.load()
     except (pickle.UnpicklingError, EOFError, IndexError, AttributeError, TypeError, struct.error) as error:
         raise ValueError(f"it ends early, or an opcode does not find what it takes: {error}") from None
     if stream.tell() != len(text):
@@ -155,10 +156,10 @@ class _Opcodes(dict[int, Callable[[PickleReader], Any]]):
         raise ValueError(f"a byte is the opcode {bytes([code])!r}, which files of tensors do not have")
 
 
-def _holding(load: Callable[[PickleReader], Any]) -> Callable[[PickleReader], Any]:
+def _holding(effect: Callable[[PickleReader], Any]) -> Callable[[PickleReader], Any]:
     def held(reader: PickleReader) -> None:
         reader.hold()
-        load(reader)
+        effect(reader)
 
     return held
 
