@@ -7,9 +7,9 @@ import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import is_dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any
 
 import torch
 
@@ -235,23 +235,10 @@ def _key_text(name: str) -> str:
 
 def key_table() -> Iterator[tuple[str, str, str, str]]:
     """Every key with its type, its default and a line of help."""
-    kinds, defaults = _types(), flat(TrainConfig())
+    defaults = flat(TrainConfig())
     for name, each in keys(TrainConfig):
-        choices = each.metadata.get("choices")
-        yield name, " | ".join(choices or (kinds[name],)), value_text(defaults[name]), each.metadata["help"]
-
-
-def _types() -> dict[str, str]:
-    """The type of each key in words, without the article."""
-
-    def inside(cls: Any, prefix: str) -> Iterator[tuple[str, str]]:
-        for name, hint in get_type_hints(cls).items():
-            if is_dataclass(hint):
-                yield from inside(hint, f"{prefix}{name}.")
-            else:
-                yield f"{prefix}{name}", type_text(hint).removeprefix("a ")
-
-    return dict(inside(TrainConfig, ""))
+        kinds = each.metadata.get("choices") or (type_text(each.type).removeprefix("a "),)
+        yield name, " | ".join(kinds), value_text(defaults[name]), each.metadata["help"]
 
 
 def changed_meaning(before: TrainConfig, now: TrainConfig) -> list[str]:
