@@ -74,7 +74,7 @@ class SurroundingReads:
 
     @functools.cached_property
     def any_name(self) -> bool:
-        """Whether code of the user may read attributes under names that do not occur in it."""
+        """Tell whether code of the user may read attributes under names that do not occur in it."""
         own = [code for code, space in self.codes.items() if not _library(_module(space))]
         return any(MAKES_NAMES & set(code.co_names) for code in own)
 
@@ -233,14 +233,6 @@ class _Walk:
             return
         if isinstance(value, types.FunctionType):
             self.function(value, label)
-        elif isinstance(value, ContextVar):
-            self.entries[f"{self.name(value)}.get(None)"] = label, False
-        elif isinstance(value, weakref.ref):
-            self.entries[f"{self.name(value)}()"] = label, False
-            self.visit(value(), label)
-        elif isinstance(value, VIEWS) and _library(type(value).__module__):
-            for part in gc.get_referents(value):
-                self.visit(part, label)
         elif isinstance(value, (type, types.ModuleType)):
             self.members(value)
         elif isinstance(value, (tuple, frozenset, *CONTAINERS)):
@@ -248,16 +240,33 @@ class _Walk:
                 self.keep(value, label)
             for part in dict.values(value) if isinstance(value, dict) else value:
                 self.visit(part, label)
-        else:
+        elif not self.state(value, label):
             self.thing(value, label)
 
-    def contents(self, value: Any, label: str) -> None:
-        """Add what a tensor or an array holds; a graph reads no values of tensors but by ``tolist``."""
-        size = 0 if isinstance(value, Tensor) else memoryview(value).nbytes
-        if size > 8 * MOST:
-            raise UntraceableUnit(f"its Python reads {label}, which holds {size} bytes: pass what it needs of it")
-        self.space["contents"] = _contents
-        self.entries[f"contents({self.name(value)})"] = label, True
+    def state(self, value: Any, label: str) -> bool:
+        """Add what a value holds without attributes; tell whether it does."""
+        library = _library(type(value).__module__)
+        if isinstance(value, ContextVar):
+            self.entries[f"{self.name(value)}.get(None)"] = label, False
+        elif isinstance(value, weakref.ref):
+            self.entries[f"{self.name(value)}()"] = label, False
+            self.visit(value(), label)
+        elif isinstance(value, VIEWS) and library:
+            for part in gc.get_referents(value):
+                self.visit(part, label)
+        elif isinstance(value, Tensor):  # a trace refuses all reads of its numbers but this one
+            numbers = "{0}._version" if "tolist" in self.reads.names else "None"
+            entry = f"({numbers}, {{0}}.shape, {{0}}.dtype, {{0}}.requires_grad)"
+            self.entries[entry.format(self.name(value))] = label, True
+        elif size := _bytes(value):
+            if size > 8 * MOST:
+                raise UntraceableUnit(f"its Python reads {label}, which holds {size} bytes: pass what it needs of it")
+            self.entries[f"memoryview({self.name(value)}).tobytes()"] = label, True
+        elif library and isinstance(value, Iterator) and type(value) is not weakref.ProxyType:
+            raise UntraceableUnit(f"its Python reads {label}, an iterator, which cannot be watched: pass what it gives")
+        else:
+            return False
+        return True
 
     def function(self, value: types.FunctionType, label: str) -> None:
         if value.__code__ not in self.reads.codes:
@@ -286,15 +295,11 @@ class _Walk:
             missing -= space.keys()
 
     def ran(self, method: Any) -> bool:
-        """Whether the trace has called a method: those of Python's protocols have no names in code."""
+        """Tell whether the trace has called a method: those of Python's protocols have no names in code."""
         return isinstance(method, types.FunctionType) and method.__code__ in self.reads.codes
 
     def thing(self, value: Any, label: str) -> None:
         kind, library = type(value), _library(type(value).__module__) and not isinstance(value, nn.Module)
-        if isinstance(value, Tensor) or _is_buffer(value):
-            return self.contents(value, label)
-        if library and isinstance(value, Iterator) and kind is not weakref.ProxyType:
-            raise UntraceableUnit(f"its Python reads {label}, an iterator, which cannot be watched: pass what it gives")
         if library and kind.__module__ not in HOLDERS:
             return
         table = getattr(value, "__dict__", None)
@@ -312,17 +317,12 @@ class _Walk:
         self.visit(kind, kind.__name__)
 
 
-def _is_buffer(value: Any) -> bool:
+def _bytes(value: Any) -> int:
+    """The size of an array; zero for all else."""
     try:
-        return memoryview(value) is not None
+        return memoryview(value).nbytes
     except (TypeError, ValueError, BufferError):
-        return False
-
-
-def _contents(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return None if value.is_inference() else value._version, value.shape, value.dtype, value.requires_grad
-    return memoryview(value).tobytes()
+        return 0
 
 
 def _module(space: Mapping[str, Any]) -> str:
