@@ -7,7 +7,7 @@ import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -248,7 +248,8 @@ def changed_meaning(before: TrainConfig, now: TrainConfig) -> list[str]:
     >>> changed_meaning(TrainConfig(), replace(TrainConfig(), seed=1, out="runs/b"))
     ['seed: the run has 0, and the config now 1']
     """
-    free = {name for name, each in keys(TrainConfig) if each.metadata.get("free")} | free_tables()
+    tables = {each.name for each in fields(TrainConfig) if each.metadata.get("free")}  # may change as a whole
+    free = {name for name, each in keys(TrainConfig) if each.metadata.get("free") or name.partition(".")[0] in tables}
     told = {"rate.total": lambda config: config.rate.total or config.steps}
     out, old_values = [], flat(before)
     for name, value in flat(now).items():
@@ -258,9 +259,3 @@ def changed_meaning(before: TrainConfig, now: TrainConfig) -> list[str]:
         if old != value and name not in free:
             out.append(f"{name}: the run has {value_text(old)}, and the config now {value_text(value)}")
     return out
-
-
-def free_tables() -> set[str]:
-    """The keys of tables that may change as a whole."""
-    tables = {name for name, each in TrainConfig.__dataclass_fields__.items() if each.metadata.get("free")}
-    return {name for name, _ in keys(TrainConfig) if name.partition(".")[0] in tables}
