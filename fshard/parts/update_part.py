@@ -24,7 +24,7 @@ from fshard.runtime.steps import refuse_transforms, scalar
 from fshard.runtime.steps.addresses import here, where
 from fshard.runtime.steps.clip import divisor
 from fshard.runtime.steps.consensus import FAILED, OK, Verdict, exchange_row
-from fshard.runtime.steps.decide import not_finite, skip_rule, skipped_by
+from fshard.runtime.steps.decide import skip_rule, skipped_by
 from fshard.runtime.steps.failures import raise_failure
 from fshard.runtime.steps.handshake import Intent, Terms, agree
 from fshard.runtime.steps.norm_sets import watched
@@ -284,8 +284,7 @@ class UpdateStep:
 
     def not_finite(self, found: tuple[float, float], step: int, place: Sequence[str]) -> NonFiniteError:
         """The error of a loss, or a gradient norm, that is not finite: with the step after this one, and the place."""
-        verdict = Verdict((), *found, 1.0)
-        return not_finite(verdict, False, [f"step {step + 1}", *self.rule.told(), *place])
+        return self.rule.not_finite(Verdict((), *found, 1.0), step, place)
 
     def check_here(self, state: TrainState, flat: Flat, norm: float) -> None:
         """Refuse gradients that are read within a step and are not finite.

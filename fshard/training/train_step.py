@@ -35,7 +35,7 @@ from fshard.runtime.steps import (
     widened,
 )
 from fshard.runtime.steps.addresses import where
-from fshard.runtime.steps.decide import finite, not_finite, skip_rule, skipped_by
+from fshard.runtime.steps.decide import finite, skip_rule, skipped_by
 from fshard.runtime.steps.norm_sets import watched
 from fshard.sharding.plan import Plan
 from fshard.state.equal import Equal
@@ -294,7 +294,7 @@ class TrainStep(OneFunction):
         if self._skip.refuses(state.scale, verdict.loss, verdict.norm):
             shards = {} if early else self._decide.grads.shards
             place = where(self.plan, shards, comm, origin=self._runner.programs.origin)
-            raise not_finite(verdict, early, [f"step {state.step + 1}", *self._skip.told(), *place])
+            raise self._skip.not_finite(verdict, state.step, place, early)
         if (self.options.running.debug or self._unproven) and not early and finite(verdict.loss, verdict.norm):
             check_copies(self.plan, self._decide.grads.shards, comm)
             self._unproven = False
