@@ -328,7 +328,7 @@ class StepRunner:
         """The next states, and the metrics."""
         replay.marks.check(self._meetings.control, self.plan.mesh, replay.step.copied, row.told("copies"))
         numbers = Numbers(replay, result, row)
-        numbers.check(self._meetings.control)
+        numbers.check(self._meetings.control, self.running.debug)
         made = [self._memory(replay, final, given.states, numbers, result.copied) for final in result.finals]
         metrics = tree.mapped(numbers.named, with_floats(result.metrics, floats))
         for final, memory in zip(result.finals, made, strict=True) if self.donate else ():
