@@ -116,7 +116,7 @@ def _unpickled(file: File) -> CallRecord:
         raise DamagedError(f"{file.path} has {file.size} bytes, and {LIMIT} are the most that are read")
     file.check_dense()
     try:
-        top = read_pickle(file.read(0, file.size), KNOWN)
+        top = read_pickle(file.read(0, file.size), KNOWN.__contains__)
     except UnknownNameError as error:
         raise CheckpointError(
             f"{file.path} names {printable(str(error))}, which no metadata of a checkpoint needs, and which could run "

@@ -287,7 +287,6 @@ OPEN = {
     ("hf_files.py", "open"),
     ("save.py", "json.loads"),  # what was made a line before
     ("texts.py", "json.loads"),  # behind its bounds
-    ("pickles.py", "reader.load"),  # of bytes, by opcodes that run nothing
     ("hf.py", "load"),  # of a source, which opens by the reader
     ("optimizer_state.py", "load"),
     ("texts.py", "read_text"),  # tools read whole files by the reader
