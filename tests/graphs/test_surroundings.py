@@ -148,6 +148,15 @@ def unnamed_ways() -> dict[str, tuple[Callable[..., Any], Callable[[float], Any]
     number, table, view = ctypes.c_double(2.0), types.MappingProxyType(TABLE), TABLE.values()
     local.gain = 2.0
 
+    def coded() -> float:
+        return 2.0
+
+    def one() -> float:
+        return 3.0
+
+    def other() -> float:
+        return 4.0
+
     def scaled(number: Callable[[], float]) -> Callable[..., Any]:
         return lambda p, x: affine(p, x) * number()
 
@@ -170,6 +179,7 @@ def unnamed_ways() -> dict[str, tuple[Callable[..., Any], Callable[[float], Any]
         "a weak reference": (scaled(lambda: weak().gain), lambda v: setattr(OPTIONS, "gain", v)),
         "a weak proxy": (scaled(lambda: proxy.gain), lambda v: setattr(OPTIONS, "gain", v)),
         "a descriptor": (scaled(lambda: described.gain), lambda v: cell.__setitem__(0, v)),
+        "code": (scaled(lambda: coded()), lambda v: setattr(coded, "__code__", (one, other)[v > 4].__code__)),
         "a name that is made": (scaled(lambda: getattr(held, "ga" + "in")), lambda v: setattr(held, "gain", v)),
         "attributes as a dict": (scaled(lambda: vars(held)["gain"]), lambda v: setattr(held, "gain", v)),
         "globals as a dict": (scaled(lambda: globals()["GA" + "IN"]), lambda v: globals().update(GAIN=v)),

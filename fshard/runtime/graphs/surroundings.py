@@ -271,6 +271,7 @@ class _Walk:
     def function(self, value: types.FunctionType, label: str) -> None:
         if value.__code__ not in self.reads.codes:
             return
+        self.read(value, "__code__", f"the code of {value.__name__}")  # reloaders of notebooks replace it
         for name, cell in zip(value.__code__.co_freevars, value.__closure__ or (), strict=True):
             try:
                 held = cell.cell_contents
