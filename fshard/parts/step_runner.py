@@ -267,7 +267,7 @@ class StepRunner:
             return (mine or StepTally()).columns(replay.step, busy)
 
         met = self._meetings.consensus(executor, end, tally, columns)
-        if met.whole and control.size > 1:
+        if met.row.places and control.size > 1:
             self.busy = [seconds for (seconds,) in met.row.told("busy")]
         if status_alone(met.row.status).worst == OK and met.mine is not None:
             floats = joint_floats(control, met.row, met.mine.plain, uneven)
