@@ -227,7 +227,7 @@ class StepRunner:
         if recorded not in self.replays:
             policy = self.running.policy
             policy = policy if isinstance(policy, Policy) else self.choices[recorded].policy
-            self.replays[recorded] = Replay((), own, ready=assemble(recorded, policy, self.running.debug))
+            self.replays[recorded] = Replay((), own, step=assemble(recorded, policy, self.running.debug))
         return self.replays[recorded]
 
     # -- handshake, run, consensus ------------------------------------------------------------------------------------
