@@ -241,7 +241,7 @@ class Assembled:
     first: tuple[int, ...]
     digest: int
 
-    @property
+    @functools.cached_property
     def recorded(self) -> StepRecord:
         """Return what the step function does."""
         return self.table.recorded

@@ -2,18 +2,17 @@
 
 from collections.abc import Callable, Sequence
 
-from fshard.arguments import Want, described, expect
+from fshard.arguments import Want, expect
 from fshard.errors import PlanError
 from fshard.hints import teaching
 from fshard.optim.base import Optimizer
-from fshard.optim.checks import is_optimizer, optimizer_meant
 from fshard.optim.scaling import LossScale
 from fshard.parts.update_metrics import UpdateMetrics
 from fshard.parts.update_part import UpdateStep
 from fshard.played.everywhere import made_on_each_rank
 from fshard.runtime.steps.clip import read_clip
 from fshard.runtime.steps.norm_sets import read_norms
-from fshard.runtime.steps.step_options import SKIPS, UpdateOptions, late_problems
+from fshard.runtime.steps.step_options import SKIPS, UpdateOptions, expect_optimizer, late_problems
 from fshard.schedule.policy import Policy
 from fshard.sharding.plan import Plan
 from fshard.sharding.stage_table import refuse_stages
@@ -70,11 +69,7 @@ def make_update(
     >>> state.params, metrics.grad_norm
     ({'w': tensor([0.5000, 0.5000, 0.5000]), 'b': tensor([1., 1., 1.])}, tensor(1.7321))
     """
-    if not isinstance(plan, Plan) or not is_optimizer(opt):
-        raise PlanError(
-            f"make_update(opt, plan) takes an optimizer of fs.optim and a plan, and was given "
-            f"{described(opt)} and {described(plan)}{optimizer_meant(opt)}"
-        )
+    expect_optimizer("make_update(opt, plan)", opt, plan)
     wants: list[Want] = [
         ("only", only, (str, type(None)), "a regular expression for paths, or None"),
         ("loss_scale", loss_scale, (LossScale, type(None)), "fs.LossScale(...) or None"),

@@ -5,7 +5,6 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from fshard.errors import NonFiniteError
-from fshard.optim.scaling import Scale
 from fshard.parts.assemble import Assembled
 from fshard.parts.replay import Replay
 from fshard.parts.returned_values import plain_columns
@@ -82,6 +81,8 @@ class Numbers:
         for update in self.updates:
             self.rates[update] = [next(found) for _ in range(TOLD)]
             self.of_update[update] = self._read(update, [next(found) for _ in range(update.part.norms.sets)])
+        # What decides whether an update happens.
+        self.facts = {each: (each.state.scale, self.of_update[each].loss, self.norm(each)) for each in self.updates}
 
     def _read(self, updated: Updated, squares: Sequence[float]) -> UpdateNumbers:
         """The numbers of an update, of the squared norms of sums of gradients."""
@@ -96,24 +97,20 @@ class Numbers:
         norm: float = found.scale * updated.part.norm(updated.state, found.squares, at)
         return norm
 
-    def _facts(self, updated: Updated) -> tuple[Scale | None, float, float]:
-        """Return what decides whether an update happens."""
-        return updated.state.scale, self.of_update[updated].loss, self.norm(updated)
-
     def overflows(self, updated: Updated) -> bool:
         """Tell whether a smaller loss scale may mend the gradients of an update."""
-        overflows: bool = updated.part.rule.overflows(*self._facts(updated))
+        overflows: bool = updated.part.rule.overflows(*self.facts[updated])
         return overflows
 
     def skips(self, updated: Updated) -> bool:
         """Tell whether an update does not happen."""
-        skips: bool = updated.part.rule.skips(*self._facts(updated))
+        skips: bool = updated.part.rule.skips(*self.facts[updated])
         return skips or updated in self.refused
 
     def note(self) -> None:
         """Note, once the step is certain, which updates were finite."""
         for updated in self.updates:
-            updated.part.rule.note(*self._facts(updated))
+            updated.part.rule.note(*self.facts[updated])
 
     def check(self, control: Communicator, debug: bool) -> None:
         """Refuse updates that are not finite, or of copies that differ, and ask ``skip=`` about the others. Collective.
@@ -126,19 +123,16 @@ class Numbers:
         for updated in self.updates:
             check_rates(updated, self.rates[updated])
             part = updated.part
-            if part.rule.refuses(*self._facts(updated)):
+            if part.rule.refuses(*self.facts[updated]):
                 raise self._not_finite(updated, control)
             if self.skips(updated):
                 continue
             if debug or part.updating.unproven:
                 part.updating.check_copies(part.gradients(updated.grads), control)
-            if skipped_by(part.skip, self._metrics(updated), control):
-                self.refused.append(updated)
-
-    def _metrics(self, updated: Updated) -> Any:
-        """The metrics of an update, as ``skip=`` reads them."""
-        found = self.of_update[updated]
-        return updated.part.metrics(updated.state, [found.scale**2 * square for square in found.squares])
+            if part.skip is not None:
+                found = self.of_update[updated]
+                metrics = part.metrics(updated.state, [found.scale**2 * square for square in found.squares])
+                self.refused += [updated] * skipped_by(part.skip, metrics, control)
 
     def _not_finite(self, updated: Updated, control: Communicator) -> NonFiniteError:
         """The error of an update whose gradients, or the loss of these, are not finite. Collective."""

@@ -70,7 +70,7 @@ class PassExecutor:
 class Replay(Composition):
     """A step function on its schedule. It is kept from step to step, and so are the trees that it hands out."""
 
-    ready: Any = None
+    step: Assembled = field(kw_only=True)
     executor: Any = None
     at: int = 0
     ran: list[PassResult] = field(default_factory=list)
@@ -81,12 +81,6 @@ class Replay(Composition):
     slots: dict[int, dict[int, Tensor]] = field(default_factory=dict)
     placed: set[int] = field(default_factory=set)
     marks: Marks = field(default_factory=Marks)
-
-    @property
-    def step(self) -> Assembled:
-        """The step."""
-        step: Assembled = self.ready
-        return step
 
     def begin(self, states: Sequence[Any], executor: Scheduled) -> None:
         """Begin a step."""
@@ -328,8 +322,7 @@ class Replay(Composition):
 
     def origin(self, number: int) -> str:
         """Say where numbers of a pass stopped being finite on this rank; empty if nobody has looked."""
-        step: Assembled = self.ready
-        return step.programs[number].origin
+        return self.step.programs[number].origin
 
     def _joint(self, plan: Plan, numbers: Reading) -> tuple[float, float]:
         """A total and a count, summed over all ranks.

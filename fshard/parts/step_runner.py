@@ -227,7 +227,7 @@ class StepRunner:
         if recorded not in self.replays:
             policy = self.running.policy
             policy = policy if isinstance(policy, Policy) else self.choices[recorded].policy
-            self.replays[recorded] = Replay((), own, ready=assemble(recorded, policy, self.running.debug))
+            self.replays[recorded] = Replay((), own, step=assemble(recorded, policy, self.running.debug))
         return self.replays[recorded]
 
     # -- handshake, run, consensus ------------------------------------------------------------------------------------
@@ -267,7 +267,7 @@ class StepRunner:
             return (mine or StepTally()).columns(replay.step, busy)
 
         met = self._meetings.consensus(executor, end, tally, columns)
-        if met.whole and control.size > 1:
+        if met.row.places and control.size > 1:
             self.busy = [seconds for (seconds,) in met.row.told("busy")]
         if status_alone(met.row.status).worst == OK and met.mine is not None:
             floats = joint_floats(control, met.row, met.mine.plain, uneven)

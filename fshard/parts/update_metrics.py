@@ -54,7 +54,7 @@ class UpdateNorms:
         rules = [pattern for pattern, _ in self.clip.rules] if self.clip.apart else []
         return rules + [*(self.watch.names if self.watch is not None else ())]
 
-    @property
+    @functools.cached_property
     def sets(self) -> int:
         """The number of sets."""
         return len(self.clip.rules) + (len(self.watch.names) if self.watch is not None else 0)

@@ -1,5 +1,6 @@
 """``fs.make_update``: the other part of a step. Gradients become an update that the next forward hides."""
 
+import functools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -106,7 +107,9 @@ class UpdateStep:
         refuse_nested(PART)
         comm, flat, failure, facts = mesh_communicator(self.plan.mesh), None, None, Facts()
         try:
-            flat = self.checked(state, grads, lr)
+            state.check_plan(self.plan)
+            self.check_state(state, lr)
+            flat = self.fitting(grads)
             facts = self.equal.of(state, lr)
         except BaseException as error:
             failure = error
@@ -134,12 +137,12 @@ class UpdateStep:
             complete(following, self.plan.mesh)
         return following, metrics
 
-    @property
+    @functools.cached_property
     def every(self) -> int:
         """The number of calls to an update."""
         return self.updating.opt.steps or 1
 
-    @property
+    @functools.cached_property
     def may_skip(self) -> bool:
         """Tell whether only the metrics tell if the update happens."""
         return self.rule.by_norm or self.skip is not None
@@ -206,16 +209,6 @@ class UpdateStep:
     def norm(self, state: TrainState, squares: Sequence[float], at: int = 0) -> float:
         """A norm of the metrics, of the squares over all ranks; see ``UpdateNorms.norm``."""
         return self.share(state) * self.norms.norm(squares, at)
-
-    def checked(self, state: TrainState, grads: Any, lr: LearningRate) -> Flat:
-        """The gradients as chunks, if both fit.
-
-        Raises:
-            TreeError, DonatedError, PlanError: they do not.
-        """
-        state.check_plan(self.plan)
-        self.check_state(state, lr)
-        return self.fitting(grads)
 
     def check_state(self, state: TrainState, lr: LearningRate) -> None:
         """Refuse a state whose optimizer state is not that of this optimizer, and a learning rate that is none.

@@ -25,7 +25,7 @@ from fshard.state.settle import complete
 from fshard.state.train_state import TrainState, expect_state, not_copied
 from fshard.training.latest import OneFunction
 from fshard.training.metrics import global_result
-from fshard.training.padding_check import PaddingCheck, numbers_of, padding_of, without_draws
+from fshard.training.padding_check import PaddingCheck, numbers_of, without_draws
 
 
 class EvalStep(OneFunction):
@@ -51,7 +51,7 @@ class EvalStep(OneFunction):
 
     @functools.cached_property
     def _padding(self) -> PaddingCheck | None:
-        return padding_of(self.running.buckets, self._runner)
+        return None if self.running.buckets is None else PaddingCheck(self.running.buckets, self._runner)
 
     def __repr__(self) -> str:
         return f"<eval step of {len(self.plan.leaves)} leaves in {len(self.plan.groups)} groups>"

@@ -3,11 +3,9 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from fshard.arguments import described
 from fshard.errors import PlanError
 from fshard.hints import teaching
 from fshard.optim.base import Optimizer
-from fshard.optim.checks import is_optimizer, optimizer_meant
 from fshard.optim.contract import contract
 from fshard.optim.scaling import LossScale
 from fshard.played.everywhere import made_on_each_rank
@@ -19,6 +17,7 @@ from fshard.runtime.steps.norm_sets import read_norms
 from fshard.runtime.steps.step_options import (
     SKIPS,
     beside_problems,
+    expect_optimizer,
     feedback_problems,
     flag_problems,
     late_problems,
@@ -111,11 +110,7 @@ def make_train_step(
     """
     running = read_running(schedule, debug, compile, remat, updates=True, buckets=buckets)
     policy = running.policy
-    if not isinstance(plan, Plan) or not is_optimizer(opt):
-        raise PlanError(
-            f"make_train_step(loss_fn, opt, plan) takes an optimizer of fs.optim and a plan, and was given "
-            f"{described(opt)} and {described(plan)}{optimizer_meant(opt)}"
-        )
+    expect_optimizer("make_train_step(loss_fn, opt, plan)", opt, plan)
     plan = plan.whole or plan
     clip = read_clip(clip_norm, plan)
     problems = [

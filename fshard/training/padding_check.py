@@ -101,11 +101,6 @@ class PaddingCheck:
             )
 
 
-def padding_of(buckets: Buckets | None, runner: Runner) -> PaddingCheck | None:
-    """The padding of a step; None without buckets."""
-    return None if buckets is None else PaddingCheck(buckets, runner)
-
-
 def tolerance_of(plan: Plan) -> float:
     """The largest relative difference between sums of other lengths, by what the plan computes in."""
     short = any(group.wires for group in plan.groups) or any(leaf.products for leaf in plan.leaves.values())

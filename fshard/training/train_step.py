@@ -43,7 +43,7 @@ from fshard.state.state_memory import StateMemory
 from fshard.state.train_state import TrainState, expect_state, not_copied
 from fshard.training.latest import OneFunction
 from fshard.training.metrics import Metrics, RunReport, combine_aux
-from fshard.training.padding_check import padding_of, without_draws
+from fshard.training.padding_check import PaddingCheck, without_draws
 from fshard.training.updating import Updating
 
 
@@ -93,7 +93,8 @@ class TrainStep(OneFunction):
         self._equal = Equal(plan.whole or plan, options.told(), opt, always=options.running.debug)
         self._skip = skip_rule(options)
         self._since: Mapping[str, int] = {}
-        self._padding = padding_of(options.running.buckets, runner)
+        buckets = options.running.buckets
+        self._padding = None if buckets is None else PaddingCheck(buckets, runner)
         self._last: PendingUpdate | None = None  # the update that may still read the memory of this step's gradients
         self._late: BaseException | None = None  # a signal that came when the step before was made
 

@@ -1,5 +1,6 @@
 """Decisions of a train step beside its schedule: whether it updates or skips, and what its gradients become."""
 
+import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -45,7 +46,7 @@ class Decisions:
     grads: Gradients
     watched: NormSets | None = None
 
-    @property
+    @functools.cached_property
     def every(self) -> int:
         """The number of steps to an update."""
         return self.opt.steps or 1

@@ -51,11 +51,6 @@ class Met(NamedTuple, Generic[T]):
     mine: T | None
     row: JointRow
 
-    @property
-    def whole(self) -> bool:
-        """Tell whether the row has more than statuses."""
-        return bool(self.row.places)
-
 
 class Meetings:
     """The stages of steps in which the ranks of a mesh meet."""

@@ -322,7 +322,7 @@ class Runner:
             return tally_columns(tally or Tally(), given.rules, (busy, tally.mean if tally else 0.0))
 
         met = self._meetings.consensus(ran.agreed.ready.executor, ran.end, lambda: self._tally(ran), columns)
-        if not met.whole:
+        if not met.row.places:  # statuses alone
             return Outcome(status_alone(met.row.status), ran.measured, met.end, 1.0)
         verdict = verdict_of(comms.control, met.row, met.mine or Tally(), self.parts, copies, divided)
         if verdict.unlike and ran.agreed.uneven and verdict.worst == OK:

@@ -6,10 +6,12 @@ from typing import Any
 
 import torch
 
+from fshard.arguments import described
 from fshard.errors import PlanError
 from fshard.model.split import Model
 from fshard.optim import checks
 from fshard.optim.base import Optimizer
+from fshard.optim.checks import is_optimizer, optimizer_meant
 from fshard.optim.contract import contract
 from fshard.optim.scaling import LossScale
 from fshard.runtime.comm.device_streams import ComputeOrder
@@ -115,6 +117,19 @@ class Options(UpdateOptions):
     def told(self) -> dict[str, Any]:
         """Those of updates, and how the step runs."""
         return self.running.told() | super().told() | {"accumulate": self.accumulate}
+
+
+def expect_optimizer(call: str, opt: Any, plan: Any) -> None:
+    """Refuse what is no optimizer, or no plan.
+
+    Raises:
+        PlanError: naming both.
+    """
+    if not isinstance(plan, Plan) or not is_optimizer(opt):
+        raise PlanError(
+            f"{call} takes an optimizer of fs.optim and a plan, and was given {described(opt)} and {described(plan)}"
+            f"{optimizer_meant(opt)}"
+        )
 
 
 def step_problems(loss_fn: Any, plan: Plan, clip: Clip, accumulate: Any, policy: Policy | Auto) -> Iterator[str]:
