@@ -13,7 +13,7 @@ from fshard.runtime.comm.facts import digest
 from fshard.runtime.execution.actions import Actions, Run
 from fshard.runtime.execution.route import Route, make_route
 from fshard.runtime.steps import Programs
-from fshard.runtime.steps.programs import Prepared
+from fshard.runtime.steps.programs import Prepared, over_text
 from fshard.schedule.build import build
 from fshard.schedule.candidates import PolicyTask
 from fshard.schedule.check import check
@@ -266,6 +266,11 @@ class Assembled:
     def schedule(self) -> Schedule:
         """Its schedule."""
         return self.route.schedule
+
+    def text(self) -> str:
+        """Return what ``digest`` is of, in lines."""
+        passes = [f"collectives of pass {n} {over_text(x.found.axes)}" for n, x in enumerate(self.recorded.passes)]
+        return "\n".join([f"collectives between passes {over_text(self.recorded.axes)}", *passes, str(self.schedule)])
 
     @functools.cached_property
     def updates(self) -> Mapping[int, frozenset[int]]:

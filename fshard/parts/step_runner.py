@@ -238,7 +238,7 @@ class StepRunner:
         step = replay.step
         rows = self._rows.of(any([each.spec.train for each in step.recorded.passes]), step.recorded.communicates)
         plain = any([each.plain or each.spec.train and not each.found.weighted for each in step.recorded.passes])
-        terms = Terms(CALL, Intent(step.digest, lambda: str(step.schedule)), given.batch, facts, rows, plain)
+        terms = Terms(CALL, Intent(step.digest, step.text), given.batch, facts, rows, plain)
         comms = [programs.comms for programs in step.programs]
         try:
             uneven = self._meetings.handshake(executor, terms, comms, step.recorded.communicates).uneven

@@ -8,7 +8,7 @@ from torch import Tensor
 
 import fshard as fs
 from fshard import tree
-from fshard.errors import LossError, PeerError, ReplicationError
+from fshard.errors import LossError, PeerError, ReplicationError, ScheduleError
 from fshard.runtime.engine.mean import Mean
 
 NEGATIVE = "the count of an fs.Mean is negative"
@@ -76,3 +76,33 @@ def test_passes_of_two_kinds_are_refused_before_any_transfer(differs: str, reads
     for told, well in fs.virtual_mesh((2,), ("any",)).run(made, differs, reads):
         assert "pass 0 returns: rank 0: a tensor as the loss, and" in told and ", rank 1: a" in told
         assert well
+
+
+def apart(where: str) -> str:
+    """On a rank: what a step says of which one rank alone calls a collective."""
+    with fs.make_mesh((-1,), ("data",)) as mesh:
+        params, opt = {"w": torch.ones(4)}, fs.optim.sgd(0.1)
+        plan = fs.make_plan(params, mesh, [(".*", fs.fsdp("data"))])
+
+        def summed(here: str, x: Tensor) -> Tensor:
+            return fs.collectives.psum(x.sum(), "data") if where == here and mesh.rank else x.sum()
+
+        def loss(p: Any, x: Tensor) -> Tensor:
+            return (p["w"] * x).sum() * summed("of pass 0", x)
+
+        grad, update = fs.value_and_grad(loss, plan), fs.make_update(opt, plan)
+
+        def fn(state: Any, x: Tensor) -> Any:
+            grads = grad(state, x)[1]
+            summed("between passes", x)
+            return update(state, grads)
+
+        with pytest.raises(ScheduleError) as caught:
+            fs.make_step(fn, plan)(fs.init_state(plan, opt, params=params), torch.ones(4))
+        return str(caught.value)
+
+
+@pytest.mark.parametrize("where", ["between passes", "of pass 0"])
+def test_collectives_of_one_rank_are_named(where: str) -> None:
+    for told in fs.virtual_mesh((2,), ("any",)).run(apart, where):
+        assert f"'collectives {where} over data' where rank 0 has 'collectives {where} over no axis'" in told

@@ -84,8 +84,12 @@ class Prepared:
             return self.words()
         if self.route is None:
             return "gathered on demand"
-        over = " and ".join("+".join(axes) for axes in self.axes) or "no axis"
-        return f"collectives of the program over {over}\n{self.route.schedule}"
+        return f"collectives of the program {over_text(self.axes)}\n{self.route.schedule}"
+
+
+def over_text(axes: Sequence[Axes]) -> str:
+    """The axes that collectives are over, in words."""
+    return f"over {' and '.join(['+'.join(some) for some in axes]) or 'no axis'}"
 
 
 @dataclass(frozen=True)
