@@ -118,7 +118,7 @@ class GaussNewtonProduct(MayBeScheduled):
             flat = self.plan.check_tree(u, whole=False, what="u")
             return {path: leaf for path, leaf in flat.items() if path not in jacobian.frozen}
 
-        return LinearMap(self.plan, jacobian.value, filled, times, jacobian.frozen, trainable)
+        return LinearMap(self.plan, jacobian.value, filled, times, jacobian.frozen, trainable, jacobian.read)
 
     def _curved(self, batch: Any, out: Any, moved: Any) -> Any:
         """The Hessian of the loss by outputs, times a derivative of the outputs."""

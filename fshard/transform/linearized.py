@@ -16,7 +16,7 @@ from torch.func import vjp
 from fshard import tree
 from fshard.arguments import Want, expect
 from fshard.collectives.scope import bind, cutting
-from fshard.errors import LossError, TreeError, lines
+from fshard.errors import BatchError, LossError, TreeError, lines
 from fshard.model.model_refusals import explained
 from fshard.model.remat_function import exact
 from fshard.runtime.comm import collective_call
@@ -45,6 +45,7 @@ class LinearMap:
         backward: its transpose.
         frozen: the other leaves.
         domain: checks a cotangent.
+        read: the tensors of the batch.
     """
 
     plan: Plan
@@ -53,6 +54,7 @@ class LinearMap:
     backward: Callable[[Any], Flat] = field(repr=False)
     frozen: Flat = field(repr=False)
     domain: Callable[[Any], Any] = field(repr=False)
+    read: Versions = field(repr=False)
 
     @collective_call
     def __call__(self, v: Any) -> Any:
@@ -66,6 +68,7 @@ class LinearMap:
 
         Raises:
             TreeError: ``v`` is not this rank's part of the plan's tree.
+            BatchError: the batch of the map was written to.
             PeerError: another rank raised before the product.
         """
         direction = self._met("a product", lambda: check_direction(self.plan, v))
@@ -85,6 +88,7 @@ class LinearMap:
 
         Raises:
             TreeError: ``u`` has another structure, other shapes or other dtypes than ``value``.
+            BatchError: the batch of the map was written to.
             PeerError: another rank raised before the product.
         """
         given = self._met("a transposed product", lambda: self.domain(u))
@@ -92,7 +96,13 @@ class LinearMap:
             return zero_filled(self.plan, self.backward(given), self.frozen)
 
     def _met(self, place: str, check: Callable[[], Any]) -> Any:
-        return meeting(self.plan.mesh, None, BatchRows()).all_ranks(f"{place} of a linear map", check)
+        def unwritten() -> Any:
+            if written := self.read.written():
+                remedy = "Give linearize a copy, fs.tree.map(torch.clone, batch), or make a map of the new values."
+                raise BatchError(lines("the batch at which the map was made was written to in place:", written, remedy))
+            return check()
+
+        return meeting(self.plan.mesh, None, BatchRows()).all_ranks(f"{place} of a linear map", unwritten)
 
 
 @dataclass(frozen=True)
@@ -124,7 +134,13 @@ class Linearize:
             found: Any = ranks.all_ranks("the function", lambda: vjp(outputs, trained))
         pull = Pullback(found[1], found[0])
         return LinearMap(
-            self.plan, tree.mapped(torch.Tensor.detach, found[0]), pull.transposed, pull, frozen, pull.check
+            self.plan,
+            tree.mapped(torch.Tensor.detach, found[0]),
+            pull.transposed,
+            pull,
+            frozen,
+            pull.check,
+            versions_of(batch),
         )
 
     def _params(self, flat: Flat, ranks: LossMeeting) -> AbstractContextManager[dict[str, Any]]:
@@ -228,6 +244,15 @@ def met(ranks: LossMeeting, plan: Plan, params: Any, batch: Any, equal: Equal, v
     if plan.mesh.size > 1 and plan.mesh.transport is None:
         checked()  # outside of run, where ranks cannot meet, an error says how trees of whole tensors are given
     found: tuple[Flat, Flat] = ranks.all_ranks("the call", checked, ranks.facts(equal))
+    return found
+
+
+def versions_of(batch: Any) -> Versions:
+    """The tensors of a batch: products read them again, and ``torch.func`` does not see writes to them."""
+    found = Versions()
+    for name, x in zip(tree.names(batch, "batch"), tree.leaves(batch), strict=True):
+        if isinstance(x, Tensor) and not x.is_inference():
+            found.add(name, x)
     return found
 
 

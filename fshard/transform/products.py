@@ -24,7 +24,7 @@ from fshard.schedule.policy import Policy
 from fshard.sharding.plan import Plan
 from fshard.state.equal import Equal
 from fshard.transform.gather import gather_some
-from fshard.transform.linearized import LinearMap, keeps, met, own_storage, plain_attention
+from fshard.transform.linearized import LinearMap, keeps, met, own_storage, plain_attention, versions_of
 from fshard.transform.meeting import meeting
 from fshard.transform.product_modes import Flat, ProductModes, direction_of
 from fshard.transform.scheduled_function import MayBeScheduled, ScheduledFunction, Schedules, check_arguments
@@ -142,7 +142,9 @@ class HessianProduct(MayBeScheduled):
             flat = self.plan.check_tree(u, whole=False, what="u")
             return {path: flat[path] for path in value}
 
-        return LinearMap(self.plan, zero_filled(self.plan, value, rest), filled, times, rest, trainable)
+        return LinearMap(
+            self.plan, zero_filled(self.plan, value, rest), filled, times, rest, trainable, versions_of(batch)
+        )
 
     def _of(self, rest: Flat, batch: Any, trained: Flat) -> Tensor:
         value: Tensor = self.loss(tree.nest({**rest, **trained}), batch)

@@ -157,6 +157,35 @@ def test_mistakes_are_told_to_all_ranks_before_a_collective() -> None:
         assert own[2] is None and others[2] is None
 
 
+def written_batches() -> list[Raised | None]:
+    """On a rank: what products of maps raise when rank 1 has written to its batch."""
+    out = []
+    with fs.make_mesh((-1,), ("shard",)) as mesh:
+        plan = cases.plan_on(mesh)
+        params = fs.shard(cases.whole(), plan)
+        hvp, gnvp = fs.func.hvp(cases.mean_loss, plan), fs.func.gnvp(cases.predict, outer_loss, plan)
+        for make, pulls in (
+            (fs.func.linearize(cases.predict, plan), True),
+            (hvp.linearize, True),
+            (gnvp.linearize, False),
+        ):
+            batch = tree.map(torch.clone, mine(X, mesh))
+            found = make(params, batch)
+            found(params)
+            if mesh.rank == 1:
+                tree.leaves(batch)[0].zero_()
+            out.append(attempt(lambda: found(params)))  # noqa: B023
+            out.append(attempt(lambda: found.pull(found.value if pulls else params)))  # noqa: B023
+    return out
+
+
+def test_a_map_refuses_a_batch_that_was_written_to() -> None:
+    first, second = fs.virtual_mesh((2,), ("shard",)).run(written_batches)
+    for other, own in zip(first, second, strict=True):
+        assert own and "BatchError" in own.kinds and "written to in place" in own.text
+        assert other and "PeerError" in other.kinds
+
+
 def test_the_choice_of_resharding_goes_by_the_bytes_of_the_parameters() -> None:
     def chosen(size: int) -> bool:
         plan = fs.make_plan(
