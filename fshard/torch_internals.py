@@ -45,6 +45,7 @@ disable_current_modes = _python_dispatch._disable_current_modes
 dispatch_mode_stack: Callable[[], list[Any]] = _python_dispatch._get_current_dispatch_mode_stack
 function_mode_stack: Callable[[], list[Any]] = overrides._get_current_function_mode_stack
 tracing_state = torch._C._get_tracing_state
+dispatch_keys: Callable[[torch.Tensor], Any] = torch._C._dispatch_key_set
 cudnn_deterministic = torch._C._get_cudnn_deterministic
 cudnn_benchmark = torch._C._get_cudnn_benchmark
 
@@ -100,6 +101,12 @@ fused_adamw_ = torch._fused_adamw_
 fused_sgd_ = torch._fused_sgd_
 assert_async = torch._assert_async
 weight_norm = torch._weight_norm
+
+
+def is_composite(func: OpOverload) -> bool:
+    """Tell whether an operator is written in other operators, and so may return a view or a copy."""
+    key = torch._C.DispatchKey.CompositeImplicitAutograd
+    return bool(torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), key))
 
 
 def on_memory_of(x: torch.Tensor) -> torch.Tensor:

@@ -15,7 +15,7 @@ class ProgramMode(KernelFakeMode):
     """
 
     def __init__(self) -> None:
-        super().__init__(allow_non_fake_inputs=True)  # type: ignore[no-untyped-call]
+        super().__init__(allow_non_fake_inputs=True)
         self._mesh: Mesh | None = None
         self._axes: dict[Axes, None] = {}
 

@@ -1,0 +1,155 @@
+"""Results of operators on tensors without data, made again from what they were like before.
+
+Shapes, strides and dtypes of the arguments say what a result is like, but for operators that read values. PyTorch
+remembers results too; to describe the arguments takes it longer than what is saved here.
+"""
+
+import functools
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fshard import tree
+from fshard.torch_internals import DisableTorchFunction, FakeTensor, FakeTensorMode, OpOverload, dispatch_keys, is_composite
+
+PLAIN = frozenset(
+    (type(None), bool, int, float, str, torch.dtype, torch.device, torch.layout, torch.memory_format),
+)
+"""Types of arguments that are compared as they are."""
+
+BY_VALUE = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape, torch.Tag.inplace_view}
+"""Tags of operators whose results depend on values, and of those that change what their argument is like."""
+
+LIFTS = frozenset(("lift", "lift_fresh", "lift_fresh_copy"))
+"""Operators that make a constant of a tensor with data."""
+
+MOST_CALLS = 1 << 16
+"""Calls that are remembered; all are forgotten when there are more."""
+
+
+class Likeness(NamedTuple):
+    """What a result is like.
+
+    Attributes:
+        argument: the argument whose memory it is a view of, or that it is; None for memory of its own.
+        same: whether it is that argument.
+        shape, stride, offset, dtype, device: those of a tensor.
+    """
+
+    argument: int | None
+    same: bool
+    shape: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+    dtype: torch.dtype
+    device: torch.device
+
+    def made(self, mode: FakeTensorMode, args: Any) -> Any:
+        """Return a tensor like it, without data."""
+        if self.same:
+            return args[self.argument]
+        made = torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device="meta")
+        if self.argument is not None:
+            made.set_(args[self.argument].untyped_storage(), self.offset, self.shape, self.stride)
+        return FakeTensor(mode, made, self.device)
+
+
+class Results(NamedTuple):
+    """What the results of a call are like.
+
+    Attributes:
+        kind: the container that holds them; None for a single one.
+        each: their likenesses; None in the place of no tensor.
+    """
+
+    kind: type | None
+    each: tuple[Likeness | None, ...]
+
+    def made(self, mode: FakeTensorMode, args: Any) -> Any:
+        """Return tensors like them, without data."""
+        with DisableTorchFunction():
+            found = [like and like.made(mode, args) for like in self.each]
+        return found[0] if self.kind is None else self.kind(found)
+
+
+def results_of(mode: FakeTensorMode, func: Any, args: Any, kwargs: Any, out: Any) -> Results | None:
+    """Return what the results of a call are like; None where that would not say all of them."""
+    kind = type(out) if type(out) in (list, tuple) else None
+    taken = {x.untyped_storage()._cdata for x in tree.leaves((args, kwargs)) if isinstance(x, Tensor)}
+    each: list[Likeness | None] = []
+    for x in (out,) if kind is None else out:
+        like = _likeness(func, args, x, taken) if x is not None else None
+        if x is not None and (like is None or not _alike(mode, x, like, args)):
+            return None
+        each.append(like)
+    return Results(kind, tuple(each))
+
+
+def _likeness(func: Any, args: Any, x: Any, taken: set[int]) -> Likeness | None:
+    if type(x) is not FakeTensor or x.constant is not None or x.layout is not torch.strided:
+        return None
+    storage, given = x.untyped_storage()._cdata, [n for n, known in enumerate(args) if isinstance(known, Tensor)]
+    same = [n for n in given if args[n] is x]
+    number = same[0] if same else given[0] if func.is_view and len(given) == 1 else None
+    if (storage in taken) != (number is not None):
+        return None
+    taken.add(storage)  # two results on one storage are not two of their own
+    return Likeness(number, bool(same), x.shape, x.stride(), x.storage_offset(), x.dtype, x.fake_device)
+
+
+def _alike(mode: FakeTensorMode, x: Any, like: Likeness, args: Any) -> bool:
+    """Tell whether what is made again is as the operator's own result, storage and dispatch keys included."""
+    with DisableTorchFunction():
+        made = like.made(mode, args)
+    return bool(
+        made.untyped_storage().nbytes() == x.untyped_storage().nbytes()
+        and made.storage_offset() == x.storage_offset()
+        and made.requires_grad == x.requires_grad
+        and dispatch_keys(made) == dispatch_keys(x)
+    )
+
+
+@functools.cache
+def remembers(func: Any) -> bool:
+    """Tell whether results of an operator depend on no values, and its schema says which of them are views."""
+    if not isinstance(func, OpOverload) or func.namespace not in ("aten", "prims") or BY_VALUE.intersection(func.tags):
+        return False
+    name = func._schema.name.partition("::")[2]
+    if name == "_unsafe_view" or name in LIFTS or any(known.is_out for known in func._schema.arguments):
+        return False
+    return not (func.is_view and is_composite(func))
+
+
+def call_key(mode: FakeTensorMode, func: Any, args: Any, kwargs: Any) -> tuple[Any, ...] | None:
+    """A description of a call that says what its results are like; None where they may depend on more."""
+    if not remembers(func):
+        return None
+    key = [func, torch.get_default_dtype(), torch.is_inference_mode_enabled(), *kwargs]
+    if _describe(mode, args, key) and _describe(mode, kwargs.values(), key):
+        return tuple(key)
+    return None
+
+
+def _describe(mode: FakeTensorMode, values: Iterable[Any], key: list[Any]) -> bool:
+    for x in values:
+        kind = type(x)
+        if kind is FakeTensor:
+            if x.fake_mode is not mode or x.constant is not None or x.layout is not torch.strided:
+                return False
+            if x.dtype.is_complex or x.is_neg():
+                return False
+            place = x.storage_offset(), x.untyped_storage().nbytes(), x.fake_device
+            key.append((x.shape, x.stride(), x.dtype, x.requires_grad, place))
+        elif kind in PLAIN:
+            if x != x:  # not a number, which no key would equal
+                return False
+            key += (kind, x)  # 1, 1.0 and True are equal, and give results of different dtypes
+        elif kind is list or kind is tuple:
+            key += (kind, len(x))
+            if not _describe(mode, x, key):
+                return False
+        else:
+            return False
+    return True
