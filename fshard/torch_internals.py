@@ -103,12 +103,6 @@ assert_async = torch._assert_async
 weight_norm = torch._weight_norm
 
 
-def is_composite(func: OpOverload) -> bool:
-    """Tell whether an operator is written in other operators, and so may return a view or a copy."""
-    key = torch._C.DispatchKey.CompositeImplicitAutograd
-    return bool(torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), key))
-
-
 def on_memory_of(x: torch.Tensor) -> torch.Tensor:
     """A tensor on the memory of a contiguous one, where it lies now; it keeps no memory and sees no mode."""
     with disable_current_modes():

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fshard import tree
-from fshard.torch_internals import DisableTorchFunction, FakeTensor, FakeTensorMode, OpOverload, dispatch_keys, is_composite
+from fshard.torch_internals import DisableTorchFunction, FakeTensor, FakeTensorMode, OpOverload, dispatch_keys
 
 PLAIN = frozenset(
     (type(None), bool, int, float, str, torch.dtype, torch.device, torch.layout, torch.memory_format),
@@ -77,25 +77,29 @@ class Results(NamedTuple):
 def results_of(mode: FakeTensorMode, func: Any, args: Any, kwargs: Any, out: Any) -> Results | None:
     """Return what the results of a call are like; None where that would not say all of them."""
     kind = type(out) if type(out) in (list, tuple) else None
-    taken = {x.untyped_storage()._cdata for x in tree.leaves((args, kwargs)) if isinstance(x, Tensor)}
+    given = [x for x in tree.leaves((args, kwargs)) if isinstance(x, Tensor)]
+    taken = {x.untyped_storage()._cdata for x in given}
     each: list[Likeness | None] = []
     for x in (out,) if kind is None else out:
-        like = _likeness(func, args, x, taken) if x is not None else None
+        like = _likeness(args, x, taken, len(given) == 1) if x is not None else None
         if x is not None and (like is None or not _alike(mode, x, like, args)):
             return None
         each.append(like)
     return Results(kind, tuple(each))
 
 
-def _likeness(func: Any, args: Any, x: Any, taken: set[int]) -> Likeness | None:
+def _likeness(args: Any, x: Any, taken: set[int], single: bool) -> Likeness | None:
     if type(x) is not FakeTensor or x.constant is not None or x.layout is not torch.strided:
         return None
-    storage, given = x.untyped_storage()._cdata, [n for n, known in enumerate(args) if isinstance(known, Tensor)]
-    same = [n for n in given if args[n] is x]
-    number = same[0] if same else given[0] if func.is_view and len(given) == 1 else None
-    if (storage in taken) != (number is not None):
+    storage = x.untyped_storage()._cdata
+    # What an operator returns is an argument, a view of its only one, or on memory that nothing else has.
+    same = [n for n, known in enumerate(args) if known is x]
+    views = [n for n, known in enumerate(args) if isinstance(known, Tensor)] if single and storage in taken else []
+    number = next(iter(same + views), None)
+    if storage in taken and number is None:
         return None
-    taken.add(storage)  # two results on one storage are not two of their own
+    if number is None:
+        taken.add(storage)  # results that share it have no likeness
     return Likeness(number, bool(same), x.shape, x.stride(), x.storage_offset(), x.dtype, x.fake_device)
 
 
@@ -113,20 +117,18 @@ def _alike(mode: FakeTensorMode, x: Any, like: Likeness, args: Any) -> bool:
 
 @functools.cache
 def remembers(func: Any) -> bool:
-    """Tell whether results of an operator depend on no values, and its schema says which of them are views."""
+    """Tell whether results of an operator are like those of all calls with arguments like these."""
     if not isinstance(func, OpOverload) or func.namespace not in ("aten", "prims") or BY_VALUE.intersection(func.tags):
         return False
     name = func._schema.name.partition("::")[2]
-    if name == "_unsafe_view" or name in LIFTS or any(known.is_out for known in func._schema.arguments):
-        return False
-    return not (func.is_view and is_composite(func))
+    return name not in LIFTS and not any(known.is_out for known in func._schema.arguments)
 
 
 def call_key(mode: FakeTensorMode, func: Any, args: Any, kwargs: Any) -> tuple[Any, ...] | None:
     """A description of a call that says what its results are like; None where they may depend on more."""
     if not remembers(func):
         return None
-    key = [func, torch.get_default_dtype(), torch.is_inference_mode_enabled(), *kwargs]
+    key = [func, torch.get_default_dtype(), *kwargs]
     if _describe(mode, args, key) and _describe(mode, kwargs.values(), key):
         return tuple(key)
     return None
@@ -140,8 +142,7 @@ def _describe(mode: FakeTensorMode, values: Iterable[Any], key: list[Any]) -> bo
                 return False
             if x.dtype.is_complex or x.is_neg():
                 return False
-            place = x.storage_offset(), x.untyped_storage().nbytes(), x.fake_device
-            key.append((x.shape, x.stride(), x.dtype, x.requires_grad, place))
+            key.append((x.shape, x.stride(), x.storage_offset(), x.dtype, x.fake_device, x.requires_grad))
         elif kind in PLAIN:
             if x != x:  # not a number, which no key would equal
                 return False
