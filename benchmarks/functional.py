@@ -9,7 +9,8 @@ of the trace of the Hessian against one, their time and their gathers. On links 
 products stand beside the larger of compute and bytes. Products of a GPT stand beside JAX's (see jax_products.py).
 
 Memory is what the C allocator has handed out at the peak of a call, above what was there before there was a model, on
-rank 0 (see memory.py). *reshard* gathers units for each pass; the others gather once, and hold what they gathered.
+rank 0 (see memory.py). *reshard* gathers units for each pass, two ahead if nothing is said; the others gather once, and
+hold what they gathered.
 """
 
 import argparse
@@ -22,11 +23,13 @@ import sys
 import time
 import warnings
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import jax_products
 import lab
+import opacus_sums
 import torch
 import torch.distributed as dist
 from common import Report, Row, arguments, middle, ratio, run_workers
@@ -41,9 +44,12 @@ TOLERANCE, CLIP = 1e-4, 0.01
 SAMPLES, HOWS = 16, (None, "fx")
 RATE, LINK = "1gbit", 125e6
 """The links of the lab, and their bytes a second."""
-PRODUCTS = ("hvp", "hvp reshard", "hvp fx", "hvp reshard fx")
-MANY_ROWS = 256
-"""Rows of a rank with which compute outweighs what the host does for an operator."""
+PRODUCTS = {"hvp": 1.5, "hvp reshard": 2.2, "hvp fx": 1.5, "hvp reshard fx": 2.2}
+"""What each product may take of its compute alone."""
+MANY_ROWS, OF_MANY = 256, {"hvp": 1.15, "hvp reshard": 1.6, "hvp fx": 1.15, "hvp reshard fx": 1.6}
+"""Rows of a rank with which compute outweighs what the host does for an operator, and what products may take of it."""
+HEAPS = {"hvp reshard": (0.75, 0.5), "hvp reshard, one ahead": (0.75, 0.5), "per sample": (0.75, 0.5)}
+"""The memory that 2 and 4 ranks may need, of the whole batch's in one process."""
 
 
 class Block(nn.Module):
@@ -71,7 +77,7 @@ def loss_with(model: fs.Model) -> Callable[[Any, Tensor], Tensor]:
 class Sharded:
     """The tools on this rank's shards."""
 
-    def __init__(self, mesh: fs.Mesh, depth: int, width: int, reshard: bool) -> None:
+    def __init__(self, mesh: fs.Mesh, depth: int, width: int, reshard: bool, ahead: int = 2) -> None:
         with torch.device("meta"):  # or the module would hold all parameters
             model = fs.split(module(depth, width), units=("*",))
         whole = fs.split(module(depth, width)).params
@@ -82,7 +88,7 @@ class Sharded:
         self.samples = {how: fs.func.per_sample_grad(loss, self.plan, compile=how) for how in HOWS}
         self.clips = {how: fs.func.clipped_grad(loss, self.plan, CLIP, reshard=reshard, compile=how) for how in HOWS}
         self.slopes = fs.value_and_grad(loss, self.plan, schedule=fs.Policy(reshard=reshard))
-        self.product = fs.func.hvp(loss, self.plan, reshard=reshard)
+        self.product = fs.func.hvp(loss, self.plan, schedule=fs.Policy(reshard=reshard, prefetch=ahead))
         self.compiled = fs.func.hvp(loss, self.plan, reshard=reshard, compile="fx")
         self.probes = {n: fs.func.hessian_trace_samples(loss, self.plan, n) for n in (1, SAMPLES)}
         self.key = fs.random.key(0)
@@ -148,45 +154,10 @@ class Plain:
         return torch.vmap(torch.func.grad(lambda p, row: self.loss(p, row[None])), (None, 0))(self.params, x)
 
 
-class RowLosses(nn.Module):
-    """A mean over the outputs of each row, as Opacus wants losses."""
-
-    reduction = "sum"
-
-    def forward(self, out: Tensor, target: Tensor) -> Tensor:
-        """A loss for each row."""
-        return (out - target).square().mean(1)
-
-
-class Opacus:
-    """The sum of clipped gradients by Opacus's ghost clipping, which needs one process and two backwards."""
-
-    def __init__(self, depth: int, width: int) -> None:
-        from opacus.grad_sample.grad_sample_module_fast_gradient_clipping import GradSampleModuleFastGradientClipping
-        from opacus.optimizers.optimizer_fast_gradient_clipping import DPOptimizerFastGradientClipping
-        from opacus.utils.fast_gradient_clipping_utils import DPLossFastGradientClipping
-
-        self.net = module(depth, width)
-        self.wrapped = GradSampleModuleFastGradientClipping(self.net, max_grad_norm=CLIP, loss_reduction="sum")
-        self.optimizer = DPOptimizerFastGradientClipping(
-            torch.optim.SGD(self.net.parameters(), lr=0.0),
-            noise_multiplier=0.0,
-            max_grad_norm=CLIP,
-            expected_batch_size=None,
-            loss_reduction="sum",
-        )
-        self.losses = DPLossFastGradientClipping(self.wrapped, self.optimizer, RowLosses(), "sum")
-
-    def clipped(self, x: Tensor) -> dict[str, Any]:
-        """The sum."""
-        self.optimizer.zero_grad()
-        self.losses(self.wrapped(x), torch.ones_like(x)).backward()
-        return {name: parameter.grad for name, parameter in self.net.named_parameters()}
-
-
 def beside_opacus(mesh: fs.Mesh, args: argparse.Namespace, x: Tensor) -> dict[str, list[float]]:
     """Processor time of clipped sums in one process, in turns, when both have found the same."""
-    ours, peer = Sharded(mesh, args.depth, args.width, False), Opacus(args.depth, args.width)
+    ours = Sharded(mesh, args.depth, args.width, False)
+    peer = opacus_sums.Opacus(module(args.depth, args.width), CLIP)
     found, want = dict(tree.paths(fs.unshard(ours.clipped(x)[0], ours.plan))), peer.clipped(x)
     for path, g in want.items():
         torch.testing.assert_close(found[path], g, rtol=TOLERANCE, atol=TOLERANCE * g.abs().max().item())
@@ -257,18 +228,16 @@ def work(args: argparse.Namespace) -> int:
         mine = x.chunk(mesh.size)[mesh.rank]
         found: dict[str, Any] = {}
         warm(mesh)
-        makers = {
-            "hvp reshard": lambda: (lambda peer: lambda: peer.hvp(mine))(Sharded(mesh, args.depth, args.width, True)),
-            "hvp": lambda: (lambda peer: lambda: peer.hvp(mine))(Sharded(mesh, args.depth, args.width, False)),
-            "per sample": lambda: (lambda peer: lambda: peer.per_sample(mine))(
-                Sharded(mesh, args.depth, args.width, False)
-            ),
-            "clipped": lambda: (lambda peer: lambda: peer.clipped(mine))(Sharded(mesh, args.depth, args.width, False)),
-            "gradient": lambda: (lambda peer: lambda: peer.gradient(mine))(
-                Sharded(mesh, args.depth, args.width, False)
-            ),
-            "plain hvp": lambda: (lambda peer: lambda: peer.hvp(x))(Plain(args.depth, args.width)),
-            "plain per sample": lambda: (lambda peer: lambda: peer.per_sample(x))(Plain(args.depth, args.width)),
+        size = args.depth, args.width
+        makers: dict[str, Callable[[], Callable[[], Any]]] = {
+            "hvp reshard": lambda: partial(Sharded(mesh, *size, True).hvp, mine),
+            "hvp reshard, one ahead": lambda: partial(Sharded(mesh, *size, True, ahead=1).hvp, mine),
+            "hvp": lambda: partial(Sharded(mesh, *size, False).hvp, mine),
+            "per sample": lambda: partial(Sharded(mesh, *size, False).per_sample, mine),
+            "clipped": lambda: partial(Sharded(mesh, *size, False).clipped, mine),
+            "gradient": lambda: partial(Sharded(mesh, *size, False).gradient, mine),
+            "plain hvp": lambda: partial(Plain(*size).hvp, x),
+            "plain per sample": lambda: partial(Plain(*size).per_sample, x),
         }
         if hasattr(LIBC, "mallinfo2"):
             # Plain PyTorch holds the gradients of all rows: one rank does, whose numbers are read.
@@ -324,12 +293,13 @@ def measure(args: argparse.Namespace) -> int:
     options = {"worker": 1, "depth": depth, "width": width, "batch": rows}
     found = {n: run_workers(n, None, {**options, "rounds": rounds * (n <= 2)}, script="functional.py") for n in RANKS}
     times = found[2]["times"]
-    for name in (*PRODUCTS, "torch.func", "torch.func reshard"):
-        report.rows.append(ratio(f"2 ranks: {name} / its compute alone", "wall", times[name], times["plain hvp"]))
+    for name, target in {**PRODUCTS, "torch.func": None, "torch.func reshard": None}.items():
+        alone = times["plain hvp"]
+        report.rows.append(ratio(f"2 ranks: {name} / its compute alone", "wall", times[name], alone, target))
     many_rows(report, {**options, "rounds": rounds})
     for how in ("", " fx"):
         own, alone = times[f"per sample{how}"], times["plain per sample"]
-        report.rows.append(ratio(f"2 ranks: per sample{how} / its compute alone", "wall", own, alone))
+        report.rows.append(ratio(f"2 ranks: per sample{how} / its compute alone", "wall", own, alone, target=1.1))
         clipped, gradient = times[f"clipped{how}"], times["gradient"]
         report.rows.append(ratio(f"2 ranks: clipped{how} / gradient", "wall", clipped, gradient, target=1.6))
     one, many = times["one sample of the trace"], times[f"{SAMPLES} samples of the trace"]
@@ -347,31 +317,34 @@ def measure(args: argparse.Namespace) -> int:
         report.rows.append(middle(f"2 ranks: {name}", "ms", [1000 * value for value in values], strict=False))
     report.medians = {name: statistics.median(values) for name, values in times.items()}
     if "peaks" in found[1]:
-        peaks = {n: found[n]["peaks"] for n in RANKS}
-        for name in ("hvp reshard", "hvp", "per sample"):
-            whole = peaks[2]["plain per sample" if name == "per sample" else "plain hvp"]
-            for n in RANKS:
-                report.rows.append(Row(f"{n} ranks: {name}", "MiB", peaks[n][name] / MIB))
-            # Plain PyTorch holds the whole batch, as one process would have to.
-            target = None if name == "hvp" else 0.9  # it keeps whole parameters, and their tangents
-            report.rows.append(Row(f"2 ranks: {name} / plain", "heap", peaks[2][name] / whole, target=target))
-            report.rows.append(Row(f"4 ranks / 2 ranks: {name}", "heap", peaks[4][name] / peaks[2][name], target=0.9))
-        for n in RANKS:
-            clipped = peaks[n]["clipped"] / peaks[n]["gradient"]
-            report.rows.append(Row(f"{n} ranks: clipped / gradient", "heap", clipped, target=1.3))
-        report.rows.append(Row("plain hvp, the whole batch", "MiB", peaks[1]["plain hvp"] / MIB))
-        report.rows.append(Row("plain per sample, the whole batch", "MiB", peaks[1]["plain per sample"] / MIB))
+        memory(report, {n: found[n]["peaks"] for n in RANKS})
     else:
         report.notes.append("no memory: the C library has no mallinfo2, which glibc has since 2.33")
     return report.finish(args)
 
 
+def memory(report: Report, peaks: dict[int, dict[str, float]]) -> None:
+    """Add the rows of memory. Plain PyTorch holds the whole batch, as one process would have to."""
+    for name in (*HEAPS, "hvp"):
+        whole = peaks[2]["plain per sample" if name == "per sample" else "plain hvp"]
+        for n in RANKS:
+            report.rows.append(Row(f"{n} ranks: {name}", "MiB", peaks[n][name] / MIB))
+        # A product that keeps whole parameters and their tangents is told without a target.
+        for n, target in zip(RANKS[1:], HEAPS.get(name, (None, None)), strict=True):
+            report.rows.append(Row(f"{n} ranks: {name} / plain", "heap", peaks[n][name] / whole, target=target))
+    for n in RANKS:
+        clipped = peaks[n]["clipped"] / peaks[n]["gradient"]
+        report.rows.append(Row(f"{n} ranks: clipped / gradient", "heap", clipped, target=1.3))
+    report.rows.append(Row("plain hvp, the whole batch", "MiB", peaks[1]["plain hvp"] / MIB))
+    report.rows.append(Row("plain per sample, the whole batch", "MiB", peaks[1]["plain per sample"] / MIB))
+
+
 def many_rows(report: Report, options: dict[str, Any]) -> None:
     """Add the rows of products of larger batches."""
     found = run_workers(2, None, {**options, "products": 1, "batch": 2 * MANY_ROWS}, script="functional.py")
-    for name in PRODUCTS:
+    for name, target in OF_MANY.items():
         case = f"2 ranks, {MANY_ROWS} rows each: {name} / its compute alone"
-        report.rows.append(ratio(case, "wall", found["times"][name], found["times"]["plain hvp"]))
+        report.rows.append(ratio(case, "wall", found["times"][name], found["times"]["plain hvp"], target))
 
 
 def slow_links(report: Report, options: dict[str, Any]) -> None:
@@ -383,7 +356,7 @@ def slow_links(report: Report, options: dict[str, Any]) -> None:
     times = found["times"]
     for name in PRODUCTS:
         least = [max(alone, found["bytes"][name.removesuffix(" fx")]) for alone in times["plain hvp"]]
-        report.rows.append(ratio(f"2 ranks, {RATE}: {name} / max(compute, bytes)", "wall", times[name], least))
+        report.rows.append(ratio(f"2 ranks, {RATE}: {name} / max(compute, bytes)", "wall", times[name], least, 1.25))
 
 
 def options(cli: argparse.ArgumentParser) -> None:

@@ -12,7 +12,6 @@ from itertools import accumulate
 class ShardError(Exception):
     """Base of every error that fshard raises on purpose.
 
-    >>> import fshard as fs
     >>> try:
     ...     fs.make_mesh((3,), ("data",))
     ... except fs.errors.ShardError as error:
@@ -24,7 +23,6 @@ class ShardError(Exception):
 class PlanError(ShardError, ValueError):
     """An invalid argument, mesh, spec, rule or plan.
 
-    >>> import fshard as fs
     >>> fs.make_mesh((1, 1), ("data", "data"))
     Traceback (most recent call last):
     fshard.errors.PlanError: ...
@@ -34,7 +32,6 @@ class PlanError(ShardError, ValueError):
 class TreeError(ShardError, ValueError):
     """A tree whose paths, shapes or dtypes differ from those of the plan.
 
-    >>> import fshard as fs, torch
     >>> plan = fs.make_plan({"w": torch.ones(2)}, fs.make_mesh((1,), ("data",)), [(".*", fs.fsdp("data"))])
     >>> fs.shard({"w": torch.ones(3)}, plan)
     Traceback (most recent call last):
@@ -45,7 +42,6 @@ class TreeError(ShardError, ValueError):
 class BatchError(ShardError, ValueError):
     """A batch that the step cannot use.
 
-    >>> import fshard as fs, torch
     >>> plan = fs.make_plan({"w": torch.ones(2)}, fs.make_mesh((1,), ("data",)), [(".*", fs.fsdp("data"))])
     >>> opt = fs.optim.sgd(0.1)
     >>> step = fs.make_train_step(lambda params, x: (params["w"] * x).mean(), opt, plan, accumulate=2)
@@ -58,7 +54,6 @@ class BatchError(ShardError, ValueError):
 class LossError(ShardError, TypeError):
     """A loss function returned something that has no gradient.
 
-    >>> import fshard as fs, torch
     >>> plan = fs.make_plan({"w": torch.ones(2)}, fs.make_mesh((1,), ("data",)), [(".*", fs.fsdp("data"))])
     >>> opt = fs.optim.sgd(0.1)
     >>> step = fs.make_train_step(lambda params, x: params["w"] * x, opt, plan)
@@ -71,7 +66,6 @@ class LossError(ShardError, TypeError):
 class UnitError(ShardError, RuntimeError):
     """A unit that is not a pure function of its parameters and arguments.
 
-    >>> import fshard as fs, torch
     >>> model = fs.split(torch.nn.BatchNorm1d(2))
     >>> model.apply(model.params, torch.randn(3, 2), training=True)
     Traceback (most recent call last):
@@ -95,7 +89,6 @@ class ScheduleError(ShardError, RuntimeError):
 class CommError(ShardError, RuntimeError):
     """A collective that failed or timed out. The process group cannot be used any more.
 
-    >>> import fshard as fs, torch
     >>> mesh = fs.virtual_mesh((2,), ("data",))
     >>> mesh.run(lambda: mesh.rank == 0 and fs.collectives.psum(torch.ones(2), "data", mesh=mesh))
     Traceback (most recent call last):
@@ -106,7 +99,6 @@ class CommError(ShardError, RuntimeError):
 class PeerError(ShardError, RuntimeError):
     """Another rank failed, so this rank gave up the same step. The state is as it was before the step.
 
-    >>> import fshard as fs, torch
     >>> mesh = fs.virtual_mesh((2,), ("data",))
     >>> plan = fs.make_plan({"w": torch.ones(2)}, mesh, [(".*", fs.fsdp("data"))])
     >>> opt = fs.optim.sgd(0.1)
@@ -126,7 +118,6 @@ class PeerError(ShardError, RuntimeError):
 class DonatedError(ShardError, RuntimeError):
     """A state, or a tensor of it, was used after it was donated to a step, which reused its memory.
 
-    >>> import fshard as fs, torch
     >>> plan = fs.make_plan({"w": torch.ones(2)}, fs.make_mesh((1,), ("data",)), [(".*", fs.fsdp("data"))])
     >>> opt = fs.optim.sgd(0.1)
     >>> state = fs.init_state(plan, opt, params={"w": torch.ones(2)})
@@ -154,7 +145,6 @@ class StateError(ShardError, RuntimeError):
 class AxisError(ShardError, NameError):
     """The mesh has no such axis, or no mesh is in scope.
 
-    >>> import fshard as fs, torch
     >>> fs.collectives.psum(torch.ones(2), "data")
     Traceback (most recent call last):
     fshard.errors.AxisError: no mesh is in scope that defines axis 'data': ...
@@ -164,7 +154,6 @@ class AxisError(ShardError, NameError):
 class CollectiveError(ShardError, ValueError):
     """Arguments that a collective cannot use, or that differ between ranks.
 
-    >>> import fshard as fs, torch
     >>> with fs.collectives.use_mesh(fs.make_mesh((1,), ("data",))):
     ...     fs.collectives.pmean(torch.ones(2, dtype=torch.int64), "data")
     Traceback (most recent call last):
@@ -175,7 +164,6 @@ class CollectiveError(ShardError, ValueError):
 class ReplicationError(ShardError, ValueError):
     """Values differ between ranks where they must be equal.
 
-    >>> import fshard as fs, torch
     >>> mesh = fs.virtual_mesh((2,), ("data",))
     >>> fs.shard_map(lambda x: x, mesh, in_specs=fs.P("data"), out_specs=fs.P())(torch.arange(2.0))
     Traceback (most recent call last):
@@ -186,7 +174,6 @@ class ReplicationError(ShardError, ValueError):
 class TransformError(ShardError, RuntimeError):
     """A collective or a step was called under a transform that it does not support.
 
-    >>> import fshard as fs, torch
     >>> mesh = fs.make_mesh((1,), ("data",))
     >>> torch.func.grad(lambda x: fs.collectives.pmax(x, "data", mesh=mesh))(torch.tensor(1.0))
     Traceback (most recent call last):
@@ -197,7 +184,6 @@ class TransformError(ShardError, RuntimeError):
 class NonFiniteError(ShardError, ArithmeticError):
     """The gradient norm is infinite or nan. The state is as it was before the step.
 
-    >>> import fshard as fs, torch
     >>> plan = fs.make_plan({"w": torch.ones(2)}, fs.make_mesh((1,), ("data",)), [(".*", fs.fsdp("data"))])
     >>> opt = fs.optim.sgd(0.1)
     >>> step = fs.make_train_step(lambda params, x: (params["w"] * x).sum(), opt, plan)
@@ -210,7 +196,6 @@ class NonFiniteError(ShardError, ArithmeticError):
 class SolverError(ShardError, ArithmeticError):
     """A linear map that a solver cannot use: not symmetric, not positive, or not finite.
 
-    >>> import fshard as fs, torch
     >>> plan = fs.make_plan({"w": torch.ones(2)}, fs.make_mesh((1,), ("data",)), [(".*", fs.fsdp("data"))])
     >>> fs.func.cg(lambda v: {"w": -v["w"]}, {"w": torch.ones(2)}, plan)
     Traceback (most recent call last):
@@ -221,7 +206,6 @@ class SolverError(ShardError, ArithmeticError):
 class CorruptionError(ShardError, RuntimeError):
     """A rank computed a step twice, with different results (``fs.recheck``). The state is as it was before.
 
-    >>> import fshard as fs
     >>> raise fs.errors.CorruptionError("step 100 was computed twice, ...")
     Traceback (most recent call last):
     fshard.errors.CorruptionError: step 100 was computed twice, ...
@@ -231,7 +215,6 @@ class CorruptionError(ShardError, RuntimeError):
 class RematError(ShardError, RuntimeError):
     """A function cannot be recomputed: it would return other values, or lose a gradient.
 
-    >>> import fshard as fs, torch
     >>> fs.remat(torch.nn.functional.dropout)(torch.ones(3, requires_grad=True))
     Traceback (most recent call last):
     fshard.errors.RematError: the function given to fs.remat draws from torch's generator on cpu, ...
@@ -241,7 +224,7 @@ class RematError(ShardError, RuntimeError):
 class CheckpointError(ShardError, RuntimeError):
     """A checkpoint cannot be written or read. The files on disk are as they were before the call.
 
-    >>> import fshard as fs, tempfile, torch
+    >>> import tempfile
     >>> plan = fs.make_plan({"w": torch.ones(2)}, fs.make_mesh((1,), ("data",)), [(".*", fs.fsdp("data"))])
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     fs.Checkpointer(folder).restore(plan, fs.optim.sgd(0.1))
@@ -288,7 +271,6 @@ class LaunchError(ShardError, RuntimeError):
 class KeyReuseError(ShardError, RuntimeError):
     """The same random numbers were drawn twice from one key, inside of ``fs.random.checked()``.
 
-    >>> import fshard as fs
     >>> key = fs.random.key(0)
     >>> with fs.random.checked():
     ...     fs.random.normal(key, (2,)), fs.random.uniform(key, (2,))

@@ -53,7 +53,7 @@ def make_mesh(
             or several on one GPU; a launcher started several processes, and nothing tells how they meet. On all ranks
             alike.
 
-    >>> make_mesh((-1,), ("data",)).size
+    >>> fs.make_mesh((-1,), ("data",)).size
     1
     """
     wants: list[Want] = [

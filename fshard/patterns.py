@@ -23,9 +23,10 @@ def glob(pattern: str) -> str:
     Raises:
         PlanError: it is not a glob.
 
-    >>> [path for path in ("layers.0.w", "layers.0.attn.w", "head.w") if re.fullmatch(glob("layers.*"), path)]
+    >>> import re
+    >>> [path for path in ("layers.0.w", "layers.0.attn.w", "head.w") if re.fullmatch(fs.glob("layers.*"), path)]
     ['layers.0.w', 'layers.0.attn.w']
-    >>> glob("**.bias")
+    >>> fs.glob("**.bias")
     '(?:.*\\.)?bias(?:\\..*)?'
     """
     problem = "" if isinstance(pattern, str) and pattern else "it is not a glob"

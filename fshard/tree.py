@@ -67,7 +67,7 @@ def paths(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]
         TreeError: it is not a nested dict; a key is not a string, is empty, or holds a dot; or a dict inside of it is
             empty, which no path would show.
 
-    >>> dict(paths({"a": {"w": 1, "b": 2}, "c": 3}))
+    >>> dict(fs.tree.paths({"a": {"w": 1, "b": 2}, "c": 3}))
     {'a.w': 1, 'a.b': 2, 'c': 3}
     """
     _expect_dict(tree, "a parameter tree")
@@ -98,7 +98,7 @@ def nest(flat: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         TreeError: it is not a dict, or a path is not a string or goes on below a leaf.
 
-    >>> nest({"a.w": 1, "a.b": 2, "c": 3})
+    >>> fs.tree.nest({"a.w": 1, "a.b": 2, "c": 3})
     {'a': {'w': 1, 'b': 2}, 'c': 3}
     """
     _expect_dict(flat, "fs.tree.nest(flat)")
@@ -170,8 +170,8 @@ def flatten(tree: Tree) -> tuple[list[Any], Spec]:
     Args:
         tree: a pytree: tuples, lists, dicts, dataclasses and mappings that hold tensors.
 
-    >>> leaves, structure = flatten({"x": [1, 2], "y": None})
-    >>> leaves, unflatten(structure, [3, 4, 5])
+    >>> leaves, structure = fs.tree.flatten({"x": [1, 2], "y": None})
+    >>> leaves, fs.tree.unflatten(structure, [3, 4, 5])
     ([1, 2, None], {'x': [3, 4], 'y': 5})
     """
     if type(tree) is Tensor:
@@ -196,7 +196,7 @@ def unflatten(spec: Spec, leaves: Sequence[Any]) -> Tree:
     Raises:
         TreeError: the structure is not what ``flatten`` returned.
 
-    >>> unflatten(flatten({"x": 1, "y": (2, 3)})[1], "abc")
+    >>> fs.tree.unflatten(fs.tree.flatten({"x": 1, "y": (2, 3)})[1], "abc")
     {'x': 'a', 'y': ('b', 'c')}
     """
     if not isinstance(spec, Nested):
@@ -216,7 +216,7 @@ def leaves(tree: Tree) -> list[Any]:
     Args:
         tree: a pytree.
 
-    >>> leaves({"y": None, "x": [1, 2]})
+    >>> fs.tree.leaves({"y": None, "x": [1, 2]})
     [1, 2, None]
     """
     if type(tree) is Tensor:
@@ -236,7 +236,7 @@ def map(fn: Callable[..., Any], tree: Tree, *rest: Tree) -> Tree:
     Raises:
         TreeError: ``fn`` is no function, or what it makes of shards is not elementwise.
 
-    >>> map(lambda x: x + 1, {"a": 1, "b": (2, 3)})
+    >>> fs.tree.map(lambda x: x + 1, {"a": 1, "b": (2, 3)})
     {'a': 2, 'b': (3, 4)}
     """
     call = functools.partial(mapped, fn, tree, *rest)
@@ -280,7 +280,7 @@ def spread(prefix: Tree, tree: Tree) -> list[Any]:
         prefix: a tree that ends where ``tree`` may go on.
         tree: the other tree.
 
-    >>> spread(("a", "b"), (1, {"x": 2, "y": 3}))
+    >>> fs.tree.spread(("a", "b"), (1, {"x": 2, "y": 3}))
     ['a', 'b', 'b']
 
     Raises:
@@ -300,7 +300,7 @@ def names(tree: Tree, root: str) -> list[str]:
         tree: a pytree.
         root: the expression that stands for the whole tree.
 
-    >>> names((1, {"x": 2}), "args")
+    >>> fs.tree.names((1, {"x": 2}), "args")
     ['args[0]', "args[1]['x']"]
     """
     if not isinstance(root, str):

@@ -51,7 +51,7 @@ class Restored:
         metadata: the value that was saved as ``metadata=``.
         skipped: the errors of newer, damaged checkpoints that ``fallback=True`` skipped.
 
-    >>> import fshard as fs, tempfile, torch
+    >>> import tempfile
     >>> plan = fs.make_plan({"w": torch.ones(2)}, fs.make_mesh((1,), ("data",)), [(".*", fs.fsdp("data"))])
     >>> with tempfile.TemporaryDirectory() as folder, fs.Checkpointer(folder) as checkpoints:
     ...     checkpoints.save(fs.init_state(plan, params={"w": torch.ones(2)}), data={"epoch": 3})
@@ -87,7 +87,7 @@ class Checkpointer:
     Raises:
         PlanError: arguments of the wrong type, or out of range.
 
-    >>> import fshard as fs, tempfile, torch
+    >>> import tempfile
     >>> plan = fs.make_plan({"w": torch.ones(3, 2)}, fs.make_mesh((-1,), ("data",)), [(".*", fs.fsdp("data"))])
     >>> opt = fs.optim.adamw(3e-4)
     >>> with tempfile.TemporaryDirectory() as folder, fs.Checkpointer(folder, keep=3) as ckpt:

@@ -31,9 +31,7 @@ def psum(x: Tree, axis: AxisName, *, mesh: Mesh | None = None) -> Tree:
         AxisError: no mesh is in scope, or it has no such axis.
         CollectiveError: ``x`` holds something that has no sum.
 
-    >>> import torch
-    >>> from fshard.launch import make_mesh
-    >>> psum(torch.ones(2), "data", mesh=make_mesh((1,), ("data",)))
+    >>> fs.collectives.psum(torch.ones(2), "data", mesh=fs.make_mesh((1,), ("data",)))
     tensor([1., 1.])
     """
     group = resolve(axis, mesh)
@@ -53,9 +51,8 @@ def pmean(x: Tree, axis: AxisName, *, mesh: Mesh | None = None) -> Tree:
     Raises:
         AxisError, CollectiveError: as for ``psum``; integers have no mean of their own dtype.
 
-    >>> import torch, fshard as fs
     >>> mesh = fs.virtual_mesh((2,), ("data",))
-    >>> mesh.run(lambda: pmean(torch.tensor(float(mesh.rank)), "data", mesh=mesh))
+    >>> mesh.run(lambda: fs.collectives.pmean(torch.tensor(float(mesh.rank)), "data", mesh=mesh))
     [tensor(0.5000), tensor(0.5000)]
     """
     group = resolve(axis, mesh)
@@ -83,9 +80,8 @@ def pmax(x: Tree, axis: AxisName, *, mesh: Mesh | None = None) -> Tree:
         AxisError, CollectiveError: as for ``psum``; complex numbers are not ordered.
         TransformError: on differentiation.
 
-    >>> import torch, fshard as fs
     >>> mesh = fs.virtual_mesh((2,), ("data",))
-    >>> mesh.run(lambda: pmax(torch.tensor(mesh.rank), "data", mesh=mesh))
+    >>> mesh.run(lambda: fs.collectives.pmax(torch.tensor(mesh.rank), "data", mesh=mesh))
     [tensor(1), tensor(1)]
     """
     group = resolve(axis, mesh)
@@ -116,11 +112,10 @@ def pvary(x: Tree, axis: AxisName, *, mesh: Mesh | None = None) -> Tree:
     Raises:
         AxisError: no mesh is in scope, or it has no such axis.
 
-    >>> import torch, fshard as fs
     >>> mesh = fs.virtual_mesh((2,), ("data",))
     >>> def gradient():  # of a weight that both ranks hold, each with an input of its own
     ...     w = torch.ones((), requires_grad=True)
-    ...     (pvary(w, "data", mesh=mesh) * (mesh.rank + 1)).backward()
+    ...     (fs.collectives.pvary(w, "data", mesh=mesh) * (mesh.rank + 1)).backward()
     ...     return w.grad
     >>> mesh.run(gradient)
     [tensor(3.), tensor(3.)]
@@ -152,9 +147,8 @@ def all_gather(
         AxisError: no mesh is in scope, or it has no such axis.
         CollectiveError: ``x`` has no such dim.
 
-    >>> import torch, fshard as fs
     >>> mesh = fs.virtual_mesh((2,), ("data",))
-    >>> mesh.run(lambda: all_gather(torch.tensor([mesh.rank]), "data", tiled=True, mesh=mesh))
+    >>> mesh.run(lambda: fs.collectives.all_gather(torch.tensor([mesh.rank]), "data", tiled=True, mesh=mesh))
     [tensor([0, 1]), tensor([0, 1])]
     """
     group = resolve(axis, mesh)
@@ -180,9 +174,8 @@ def psum_scatter(x: Tree, axis: AxisName, *, dim: int = 0, tiled: bool = False, 
         AxisError: no mesh is in scope, or it has no such axis.
         CollectiveError: the axis does not divide the dim.
 
-    >>> import torch, fshard as fs
     >>> mesh = fs.virtual_mesh((2,), ("data",))
-    >>> mesh.run(lambda: psum_scatter(torch.tensor([1, 10]), "data", mesh=mesh))
+    >>> mesh.run(lambda: fs.collectives.psum_scatter(torch.tensor([1, 10]), "data", mesh=mesh))
     [tensor(2), tensor(20)]
     """
     group = resolve(axis, mesh)
@@ -216,9 +209,9 @@ def all_to_all(
         AxisError: no mesh is in scope, or it has no such axis.
         CollectiveError: the axis does not divide the dim.
 
-    >>> import torch, fshard as fs
     >>> mesh = fs.virtual_mesh((2,), ("data",))
-    >>> mesh.run(lambda: all_to_all(torch.tensor([0, 1]) + 10 * mesh.rank, "data", 0, 0, tiled=True, mesh=mesh))
+    >>> x = lambda: torch.tensor([0, 1]) + 10 * mesh.rank
+    >>> mesh.run(lambda: fs.collectives.all_to_all(x(), "data", 0, 0, tiled=True, mesh=mesh))
     [tensor([ 0, 10]), tensor([ 1, 11])]
     """
     group = resolve(axis, mesh)
@@ -252,11 +245,10 @@ def ragged_all_to_all(
         AxisError: no mesh is in scope, or it has no such axis.
         CollectiveError: there are not as many numbers as ranks, or not as many rows as they say.
 
-    >>> import torch, fshard as fs
     >>> mesh = fs.virtual_mesh((2,), ("data",))
     >>> def one_row_to_the_first():  # and two to the second
     ...     rows = torch.arange(3).view(3, 1) + 10 * mesh.rank
-    ...     return ragged_all_to_all(rows, "data", [1, 2], [mesh.rank + 1] * 2, mesh=mesh).flatten()
+    ...     return fs.collectives.ragged_all_to_all(rows, "data", [1, 2], [mesh.rank + 1] * 2, mesh=mesh).flatten()
     >>> mesh.run(one_row_to_the_first)
     [tensor([ 0, 10]), tensor([ 1,  2, 11, 12])]
     """
@@ -279,9 +271,8 @@ def ppermute(x: Tree, axis: AxisName, perm: Sequence[tuple[int, int]], *, mesh: 
         AxisError: no mesh is in scope, or it has no such axis.
         CollectiveError: ``perm`` names a position twice, or one that is not there.
 
-    >>> import torch, fshard as fs
     >>> mesh = fs.virtual_mesh((2,), ("data",))
-    >>> mesh.run(lambda: ppermute(torch.tensor(mesh.rank + 1), "data", [(0, 1)], mesh=mesh))  # rank 0 sends to rank 1
+    >>> mesh.run(lambda: fs.collectives.ppermute(torch.tensor(mesh.rank + 1), "data", [(0, 1)], mesh=mesh))
     [tensor(0), tensor(1)]
     """
     group = resolve(axis, mesh)
@@ -300,9 +291,8 @@ def axis_index(axis: AxisName, *, mesh: Mesh | None = None) -> int:
     Raises:
         AxisError: no mesh is in scope, or it has no such axis.
 
-    >>> import torch, fshard as fs
     >>> mesh = fs.virtual_mesh((2,), ("data",))
-    >>> mesh.run(lambda: (axis_index("data", mesh=mesh), axis_size("data", mesh=mesh)))
+    >>> mesh.run(lambda: (fs.collectives.axis_index("data", mesh=mesh), fs.collectives.axis_size("data", mesh=mesh)))
     [(0, 2), (1, 2)]
     """
     return resolve(axis, mesh).index
@@ -319,8 +309,7 @@ def axis_size(axis: AxisName, *, mesh: Mesh | None = None) -> int:
     Raises:
         AxisError: no mesh is in scope, or it has no such axis.
 
-    >>> import fshard as fs
-    >>> axis_size(("replica", "data"), mesh=fs.abstract_mesh((2, 4), ("replica", "data")))
+    >>> fs.collectives.axis_size(("replica", "data"), mesh=fs.abstract_mesh((2, 4), ("replica", "data")))
     8
     """
     return resolve(axis, mesh).size

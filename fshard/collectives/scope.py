@@ -63,9 +63,8 @@ def use_mesh(mesh: Mesh) -> Iterator[Mesh]:
     Args:
         mesh: the mesh, real, virtual or abstract.
 
-    >>> from fshard.launch import make_mesh
-    >>> with use_mesh(make_mesh((1,), ("data",))):
-    ...     resolve("data").size
+    >>> with fs.collectives.use_mesh(fs.make_mesh((1,), ("data",))):
+    ...     fs.collectives.axis_size("data")
     1
     """
     expect("use_mesh(mesh)", [("mesh", mesh, Mesh, "what fs.make_mesh returned")])

@@ -28,9 +28,8 @@ def cut(x: Tensor, spec: P, *, mesh: Mesh | None = None) -> Tensor:
         AxisError: the mesh has no such axis, or none is in scope.
         CollectiveError: the axes do not divide the shape.
 
-    >>> import torch, fshard as fs
     >>> mesh = fs.virtual_mesh((2,), ("data",))
-    >>> mesh.run(lambda: cut(torch.arange(4), fs.P("data"), mesh=mesh))
+    >>> mesh.run(lambda: fs.collectives.cut(torch.arange(4), fs.P("data"), mesh=mesh))
     [tensor([0, 1]), tensor([2, 3])]
     """
     mesh, implicit = in_scope(spec, mesh)
@@ -58,9 +57,8 @@ def assemble(x: Tensor, spec: P, *, mesh: Mesh | None = None) -> Tensor:
         AxisError: the mesh has no such axis, or none is in scope.
         CollectiveError: the spec names more dims than there are.
 
-    >>> import torch, fshard as fs
     >>> mesh = fs.virtual_mesh((2,), ("data",))
-    >>> mesh.run(lambda: assemble(torch.tensor([mesh.rank]), fs.P("data"), mesh=mesh))
+    >>> mesh.run(lambda: fs.collectives.assemble(torch.tensor([mesh.rank]), fs.P("data"), mesh=mesh))
     [tensor([0, 1]), tensor([0, 1])]
     """
     mesh, implicit = in_scope(spec, mesh)

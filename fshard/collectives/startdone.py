@@ -31,10 +31,9 @@ from fshard.sharding.mesh import Mesh
 class InFlight:
     """A collective under way. ``done`` takes its result, once.
 
-    >>> import fshard as fs
     >>> with fs.collectives.use_mesh(fs.make_mesh((1,), ("data",))):
-    ...     flying = psum_start(torch.ones(2), "data")
-    ...     done(flying)
+    ...     flying = fs.collectives.psum_start(torch.ones(2), "data")
+    ...     fs.collectives.done(flying)
     tensor([1., 1.])
     """
 
@@ -72,9 +71,8 @@ def done(flying: InFlight) -> Tensor:
     Raises:
         CollectiveError: it was taken before, or the tensor has been written to since.
 
-    >>> import torch, fshard as fs
     >>> mesh = fs.virtual_mesh((2,), ("data",))
-    >>> mesh.run(lambda: done(psum_start(torch.tensor(mesh.rank + 1), "data", mesh=mesh)))
+    >>> mesh.run(lambda: fs.collectives.done(fs.collectives.psum_start(torch.tensor(mesh.rank + 1), "data", mesh=mesh)))
     [tensor(3), tensor(3)]
     """
     if not isinstance(flying, InFlight):
@@ -93,9 +91,8 @@ def psum_start(x: Tensor, axis: AxisName, *, mesh: Mesh | None = None) -> InFlig
         axis: the name of an axis, or a tuple of names.
         mesh: where to look the axis up, if not on the mesh in scope.
 
-    >>> import torch, fshard as fs
     >>> mesh = fs.virtual_mesh((2,), ("data",))
-    >>> mesh.run(lambda: done(psum_start(torch.ones(2), "data", mesh=mesh)))
+    >>> mesh.run(lambda: fs.collectives.done(fs.collectives.psum_start(torch.ones(2), "data", mesh=mesh)))
     [tensor([2., 2.]), tensor([2., 2.])]
     """
     make_linear.check_addable(x, "psum_start")
@@ -112,9 +109,9 @@ def all_gather_start(x: Tensor, axis: AxisName, *, dim: int = 0, mesh: Mesh | No
         dim: the dim along which slices are joined.
         mesh: where to look the axis up, if not on the mesh in scope.
 
-    >>> import torch, fshard as fs
     >>> mesh = fs.virtual_mesh((2,), ("data",))
-    >>> mesh.run(lambda: done(all_gather_start(torch.tensor([mesh.rank]), "data", mesh=mesh)))
+    >>> start = lambda: fs.collectives.all_gather_start(torch.tensor([mesh.rank]), "data", mesh=mesh)
+    >>> mesh.run(lambda: fs.collectives.done(start()))
     [tensor([0, 1]), tensor([0, 1])]
     """
     return _start(x, Gather(resolve(axis, mesh), make_linear.dim_of(x, dim, "all_gather_start")))
@@ -130,9 +127,8 @@ def psum_scatter_start(x: Tensor, axis: AxisName, *, dim: int = 0, mesh: Mesh | 
         dim: the dim that is cut into slices, one a rank.
         mesh: where to look the axis up, if not on the mesh in scope.
 
-    >>> import torch, fshard as fs
     >>> mesh = fs.virtual_mesh((2,), ("data",))
-    >>> mesh.run(lambda: done(psum_scatter_start(torch.arange(4), "data", mesh=mesh)))
+    >>> mesh.run(lambda: fs.collectives.done(fs.collectives.psum_scatter_start(torch.arange(4), "data", mesh=mesh)))
     [tensor([0, 2]), tensor([4, 6])]
     """
     return _start(x, make_linear.scatter_op(x, resolve(axis, mesh), dim, True, "psum_scatter_start"))
@@ -151,9 +147,9 @@ def all_to_all_start(
         concat_dim: the dim along which received slices are joined.
         mesh: where to look the axis up, if not on the mesh in scope.
 
-    >>> import torch, fshard as fs
     >>> mesh = fs.virtual_mesh((2,), ("data",))
-    >>> mesh.run(lambda: done(all_to_all_start(torch.arange(2) + 10 * mesh.rank, "data", 0, 0, mesh=mesh)))
+    >>> start = lambda: fs.collectives.all_to_all_start(torch.arange(2) + 10 * mesh.rank, "data", 0, 0, mesh=mesh)
+    >>> mesh.run(lambda: fs.collectives.done(start()))
     [tensor([ 0, 10]), tensor([ 1, 11])]
     """
     return _start(x, make_linear.exchange_op(x, resolve(axis, mesh), split_dim, concat_dim, True, "all_to_all_start"))
@@ -169,9 +165,10 @@ def ppermute_start(x: Tensor, axis: AxisName, perm: Sequence[tuple[int, int]], *
         perm: pairs of a source and a target, positions along the axis; ranks that receive nothing get zeros.
         mesh: where to look the axis up, if not on the mesh in scope.
 
-    >>> import torch, fshard as fs
     >>> mesh = fs.virtual_mesh((2,), ("data",))
-    >>> mesh.run(lambda: done(ppermute_start(torch.tensor(mesh.rank + 1), "data", [(0, 1), (1, 0)], mesh=mesh)))
+    >>> swap = [(0, 1), (1, 0)]
+    >>> start = lambda: fs.collectives.ppermute_start(torch.tensor(mesh.rank + 1), "data", swap, mesh=mesh)
+    >>> mesh.run(lambda: fs.collectives.done(start()))
     [tensor(2), tensor(1)]
     """
     return _start(x, make_linear.permute(resolve(axis, mesh), perm))

@@ -47,13 +47,12 @@ class Loader:
     Raises:
         PlanError: a data set without a length, a batch that ranks cannot share, or an option that is not there.
 
-    >>> import torch, fshard as fs
     >>> plans = [
     ...     fs.make_plan({"w": torch.ones(2)}, fs.abstract_mesh((2,), ("data",), rank=rank), [(".*", fs.P())],
     ...                  batch=fs.P("data"))
     ...     for rank in (0, 1)
     ... ]
-    >>> [next(iter(Loader(range(10), plan, batch=4, shuffle=False))).tolist() for plan in plans]
+    >>> [next(iter(fs.data.Loader(range(10), plan, batch=4, shuffle=False))).tolist() for plan in plans]
     [[0, 1], [2, 3]]
     """
 

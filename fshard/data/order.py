@@ -36,8 +36,8 @@ class Order:
     Raises:
         PlanError: arguments out of range.
 
-    >>> order = Order(5, batch=2, seed=0)
-    >>> order.batches, sorted(torch.cat([Order(5, batch=2, partial="keep")(n) for n in range(3)]).tolist())
+    >>> order = fs.data.Order(5, batch=2, seed=0)
+    >>> order.batches, sorted(torch.cat([fs.data.Order(5, batch=2, partial="keep")(n) for n in range(3)]).tolist())
     (2, [0, 1, 2, 3, 4])
     """
 

@@ -38,7 +38,7 @@ class Packed:
     Raises:
         PlanError: empty documents; or, without ``split``, documents longer than a row.
 
-    >>> rows = Packed([[1, 2, 3], [4, 5]], length=4)
+    >>> rows = fs.data.Packed([[1, 2, 3], [4, 5]], length=4)
     >>> len(rows), rows[0]["tokens"].tolist(), rows[0]["targets"].tolist(), rows[1]["documents"].tolist()
     (2, [1, 2, 3, 4], [2, 3, -100, 5], [0, -1, -1, -1])
     """
@@ -97,7 +97,7 @@ def document_mask(documents: Tensor) -> Tensor:
     Returns:
         bool, ``(rows, 1, length, length)``, for ``torch.nn.functional.scaled_dot_product_attention(attn_mask=)``.
 
-    >>> document_mask(torch.tensor([[0, 0, 1]]))[0, 0].int().tolist()
+    >>> fs.data.document_mask(torch.tensor([[0, 0, 1]]))[0, 0].int().tolist()
     [[1, 0, 0], [1, 1, 0], [0, 0, 1]]
     """
     same = documents.unsqueeze(-1) == documents.unsqueeze(-2)

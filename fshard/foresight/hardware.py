@@ -53,7 +53,6 @@ class Hardware:
             first holds for all.
         host: the speed of a rank's processors, which update what is kept in host memory.
 
-    >>> import fshard as fs
     >>> fs.sim.hardware("h100", link="ib400", inside="nvlink4").words.split(";")[0]
     'h100 at 70% of its peak in products'
     """
@@ -194,7 +193,7 @@ def hardware(
     Raises:
         PlanError: an unknown name, a share that is none, a rate that is not positive, or one beside measured costs.
 
-    >>> hardware("h100", inside="nvlink4").memory
+    >>> fs.sim.hardware("h100", inside="nvlink4").memory
     80000000000
     """
     found = named_device(device)

@@ -59,7 +59,6 @@ def search(
         PlanError: no mesh, or none that the plan and the program can use; an unknown format; or formats for a job that
             has a ``wire`` of its own, or that makes the step itself.
 
-    >>> import torch, fshard as fs
     >>> layers = {f"l{i}": {"w": torch.empty(256, 256, device="meta")} for i in range(4)}
     >>> def loss(params, x):
     ...     for layer in params.values():

@@ -36,7 +36,6 @@ class Option:
         fits: whether a device has as much memory.
         shared: ranks that have parts of the same rows, where the plan cuts further dims of the batch.
 
-    >>> import fshard as fs, torch
     >>> job = {"model": {"w": torch.empty(64, 64, device="meta")}, "batch": torch.empty(8, 64, device="meta")}
     >>> job["loss"] = lambda params, x: (x @ params["w"]).square().mean()
     >>> option = fs.sim.search(job, 2, fs.sim.hardware("a100", link="eth25"), remats=[None]).best
@@ -77,7 +76,6 @@ class Search:
         words: what the step would run on.
         task: what policies were tried for in the first option.
 
-    >>> import fshard as fs, torch
     >>> job = {"model": {"w": torch.empty(64, 64, device="meta")}, "batch": torch.empty(8, 64, device="meta")}
     >>> job["loss"] = lambda params, x: (x @ params["w"]).square().mean()
     >>> found = fs.sim.search(job, 2, fs.sim.hardware("a100", link="eth25"), remats=[None])

@@ -35,7 +35,7 @@ class Sampling:
     Raises:
         PlanError: arguments out of range.
 
-    >>> Sampling(0.0)(torch.tensor([[0.0, 2.0, 1.0]]), 0, 0)
+    >>> fs.generation.Sampling(0.0)(torch.tensor([[0.0, 2.0, 1.0]]), 0, 0)
     (tensor([1]), tensor([0.]))
     """
 
@@ -94,7 +94,7 @@ class Generated(NamedTuple):
         tokens: for each prompt the new tokens, 1-D, int64; with ``eos`` as the last one where it came.
         logprobs: the logarithms of the probabilities with which they were drawn, 1-D, float32.
 
-    >>> made = Generated([torch.tensor([7, 2])], [torch.tensor([-0.1, -0.3])])
+    >>> made = fs.generation.Generated([torch.tensor([7, 2])], [torch.tensor([-0.1, -0.3])])
     >>> [row.tolist() for row in made.tokens], made.logprobs[0].sum()
     ([[7, 2]], tensor(-0.4000))
     """
@@ -145,12 +145,11 @@ class Sequences:
 class Generate:
     """``generate(state, prompts, max_new=...)``. Made by ``fs.generation.make_generate``.
 
-    >>> import fshard as fs
     >>> plan = fs.make_plan({"next": torch.zeros(4, 4)}, fs.make_mesh((1,), ("data",)), [(".*", fs.fsdp("data"))])
     >>> state = fs.init_state(plan, params={"next": 9 * torch.eye(4).roll(1, 1)})
     >>> def forward(params, tokens, cache, places):
     ...     return params["next"][tokens], None
-    >>> go_on = make_generate(forward, plan)
+    >>> go_on = fs.generation.make_generate(forward, plan)
     >>> go_on(state, [[0], [2]], max_new=3, sampling=fs.generation.Sampling(temperature=0)).tokens
     [tensor([1, 2, 3]), tensor([3, 0, 1])]
     """
@@ -267,12 +266,11 @@ def make_generate(forward: Forward, plan: Plan, *, weights: str = "sharded") -> 
     Raises:
         PlanError: an invalid option.
 
-    >>> import fshard as fs
     >>> params = {"next": torch.eye(4)[[1, 2, 3, 0]]}
     >>> plan = fs.make_plan(params, fs.make_mesh((1,), ("data",)), [(".*", fs.fsdp("data"))])
     >>> state = fs.init_state(plan, params=params)
-    >>> go_on = make_generate(lambda params, tokens, cache, places: (params["next"][tokens], ()), plan)
-    >>> go_on(state, [[0], [2, 3]], max_new=5, sampling=Sampling(0.0), eos=3).tokens
+    >>> go_on = fs.generation.make_generate(lambda params, tokens, cache, places: (params["next"][tokens], ()), plan)
+    >>> go_on(state, [[0], [2, 3]], max_new=5, sampling=fs.generation.Sampling(0.0), eos=3).tokens
     [tensor([1, 2, 3]), tensor([0, 1, 2, 3])]
     """
     wants: list[Want] = [
@@ -306,11 +304,10 @@ def generate(state: TrainState, forward: Forward, prompts: Sequence[Any], **opti
         **options: ``max_new``, ``sampling``, ``eos`` and ``first``, as for what ``fs.generation.make_generate``
             returns.
 
-    >>> import fshard as fs
     >>> plan = fs.make_plan({"next": torch.eye(3)}, fs.make_mesh((1,), ("data",)), [(".*", fs.fsdp("data"))])
     >>> forward = lambda params, tokens, cache, places: (params["next"][tokens], ())
     >>> state = fs.init_state(plan, params={"next": torch.eye(3)})
-    >>> generate(state, forward, [[2]], max_new=2, sampling=Sampling(0.0)).tokens
+    >>> fs.generate(state, forward, [[2]], max_new=2, sampling=fs.generation.Sampling(0.0)).tokens
     [tensor([2, 2])]
     """
     expect("generate(state, forward, prompts)", [("state", state, TrainState, "what a step returned")])

@@ -19,8 +19,7 @@ class Kept(NamedTuple):
     Attributes:
         state: any pytree.
 
-    >>> import torch
-    >>> Kept({"conv": torch.zeros(1, 4)}).state["conv"].shape
+    >>> fs.generation.Kept({"conv": torch.zeros(1, 4)}).state["conv"].shape
     torch.Size([1, 4])
     """
 
@@ -88,9 +87,7 @@ class Places(NamedTuple):
         positions: (rows, time), int64: the place of each token in its own sequence, counted from 0; 0 for padding.
         keys: (rows, all tokens so far), bool: which of them are no padding.
 
-    >>> _, places = padded([torch.tensor([5, 6]), torch.tensor([7])], torch.device("cpu"))
-    >>> places.positions.tolist(), places.keys.tolist()
-    ([[0, 1], [0, 0]], [[True, True], [False, True]])
+    >>> places = fs.generation.Places(torch.tensor([[0, 1], [0, 0]]), torch.tensor([[True, True], [False, True]]))
     >>> places.mask[1, 0].tolist()
     [[True, False], [False, True]]
     """

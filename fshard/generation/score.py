@@ -23,7 +23,7 @@ class Perplexity(NamedTuple):
         loss: the mean over all elements of all ranks.
         batches: the most batches that a rank had.
 
-    >>> Perplexity(perplexity=4.0, loss=1.3863, batches=2).perplexity
+    >>> fs.generation.Perplexity(perplexity=4.0, loss=1.3863, batches=2).perplexity
     4.0
     """
 
@@ -52,12 +52,11 @@ def perplexity(
         LossError: the function returned something else than an ``fs.Mean``.
         BatchError: this rank has no batch.
 
-    >>> import fshard as fs, torch
     >>> plan = fs.make_plan({"odds": torch.zeros(4)}, fs.make_mesh((1,), ("data",)), [(".*", fs.fsdp("data"))])
     >>> def loss_fn(params, x):
     ...     return fs.Mean(-params["odds"].log_softmax(0)[x].sum(), x.numel())
     >>> state = fs.init_state(plan, params={"odds": torch.zeros(4)})
-    >>> round(perplexity(state, loss_fn, [torch.tensor([0, 1, 2]), torch.tensor([3])]).perplexity, 4)
+    >>> round(fs.perplexity(state, loss_fn, [torch.tensor([0, 1, 2]), torch.tensor([3])]).perplexity, 4)
     4.0
     """
     wants: list[Want] = [

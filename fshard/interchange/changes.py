@@ -43,7 +43,7 @@ class Change:
             order; None if the leaf is whole.
         values: the new values of these elements, 1-D; or the whole leaf, of shape ``shape``.
 
-    >>> change = Change("w", (2, 2), 2, 1, torch.tensor([3], dtype=torch.int32), torch.tensor([5.0]))
+    >>> change = fs.io.Change("w", (2, 2), 2, 1, torch.tensor([3], dtype=torch.int32), torch.tensor([5.0]))
     >>> change.apply(torch.zeros(2, 2)), change.nbytes
     (tensor([[0., 0.],
             [0., 5.]]), 8)
@@ -105,7 +105,6 @@ class Exporter:
         dtype: the dtype to which floating-point leaves are cast before they are compared and sent.
         rename: rules from paths to names.
 
-    >>> import fshard as fs
     >>> params = {"w": torch.ones(2, 3), "b": torch.zeros(3)}
     >>> plan = fs.make_plan(params, fs.make_mesh((-1,), ("data",)), [(".*", fs.fsdp("data"))])
     >>> state, exporter, engine = fs.init_state(plan, params=params), fs.io.Exporter(dtype=torch.bfloat16), {}

@@ -66,14 +66,13 @@ def load_dcp(
             incomplete.
         PlanError, TreeError: as ``load_hf``, also for the optimizer's state.
 
-    >>> import fshard as fs, torch
     >>> mesh, w = fs.make_mesh((1,), ("data",)), torch.tensor([[1.0, 2.0], [3.0, 4.0]])
     >>> plan = fs.make_plan({"w": w}, mesh, [(".*", fs.fsdp("data"))])
     >>> import tempfile
     >>> opt = fs.optim.adamw(1e-3)
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     fs.io.save_dcp(fs.init_state(plan, opt, params={"w": w}), folder, opt)
-    ...     load_dcp(folder, plan, opt).params["w"]
+    ...     fs.io.load_dcp(folder, plan, opt).params["w"]
     tensor([1., 2., 3., 4.])
     """
     expect(

@@ -92,11 +92,11 @@ def save_dcp(
         CheckpointError: the folder holds a checkpoint already, or a rank cannot write to it; equal on all ranks.
         PlanError, TreeError: as ``export``.
 
-    >>> import fshard as fs, tempfile
+    >>> import tempfile
     >>> mesh, w, opt = fs.make_mesh((1,), ("data",)), torch.ones(2, 3), fs.optim.adamw(1e-3)
     >>> plan = fs.make_plan({"w": w}, mesh, [(".*", fs.fsdp("data"))])
     >>> with tempfile.TemporaryDirectory() as folder:
-    ...     save_dcp(fs.init_state(plan, opt, params={"w": w}), folder, opt)
+    ...     fs.io.save_dcp(fs.init_state(plan, opt, params={"w": w}), folder, opt)
     ...     state = fs.io.load_dcp(folder, plan, opt)
     >>> state.step
     0

@@ -83,10 +83,9 @@ def from_dtensor(params: Mapping[str, Any], plan: Plan) -> dict[str, Any]:
     Raises:
         TreeError: leaves are missing, unknown, of another shape or dtype, or lie on another mesh.
 
-    >>> import fshard as fs
     >>> mesh, w = fs.make_mesh((1,), ("data",)), torch.tensor([[1.0, 2.0], [3.0, 4.0]])
     >>> plan = fs.make_plan({"w": w}, mesh, [(".*", fs.fsdp("data"))])
-    >>> from_dtensor({"w": w}, plan)  # a plain tensor; under torchrun, from_dtensor(to_dtensor(params, plan), plan)
+    >>> fs.io.from_dtensor({"w": w}, plan)  # a plain tensor stands for a DTensor
     {'w': tensor([1., 2., 3., 4.])}
     """
     wants: list[Want] = [

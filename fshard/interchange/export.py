@@ -99,7 +99,6 @@ def export(
         CheckpointError: ranks passed different arguments.
         PeerError: the callback failed on another rank.
 
-    >>> import fshard as fs
     >>> params = {"w": torch.ones(2, 3), "b": torch.zeros(3)}
     >>> plan = fs.make_plan(params, fs.make_mesh((-1,), ("data",)), [(".*", fs.fsdp("data"))])
     >>> [(name, tuple(leaf.shape)) for name, leaf in fs.io.export(fs.shard(params, plan), plan)]

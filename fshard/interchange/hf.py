@@ -70,7 +70,7 @@ def load_hf(
         TreeError: tensors are missing, unexpected, misshapen or would be rounded, all in one report; rules give two
             tensors one name; tied leaves have different values.
 
-    >>> import fshard as fs, safetensors.torch, tempfile
+    >>> import safetensors.torch, tempfile
     >>> folder = tempfile.mkdtemp()
     >>> safetensors.torch.save_file({"net.w": torch.ones(2, 3)}, f"{folder}/model.safetensors")
     >>> plan = fs.make_plan({"w": torch.empty(2, 3)}, fs.make_mesh((-1,), ("data",)), [(".*", fs.fsdp("data"))])
@@ -129,12 +129,11 @@ def save_hf(
             as they were.
         PlanError, TreeError: as ``export``.
 
-    >>> import fshard as fs
     >>> mesh, w = fs.make_mesh((1,), ("data",)), torch.tensor([[1.0, 2.0], [3.0, 4.0]])
     >>> plan = fs.make_plan({"w": w}, mesh, [(".*", fs.fsdp("data"))])
     >>> import pathlib, tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
-    ...     save_hf({"w": w.flatten()}, folder, plan, config={"model_type": "mine"})
+    ...     fs.io.save_hf({"w": w.flatten()}, folder, plan, config={"model_type": "mine"})
     ...     sorted(path.name for path in pathlib.Path(folder).iterdir())
     ['config.json', 'model.safetensors']
     """

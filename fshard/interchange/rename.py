@@ -22,7 +22,8 @@ class Rename:
         transpose: whether the two dims of the tensor are swapped. Hugging Face's GPT-2 stores the weights of its
             ``Conv1D`` as (in, out); ``nn.Linear`` has (out, in).
 
-    >>> Rename(r"h\\.(\\d+)\\.mlp\\.c_fc\\.weight", r"blocks.\\1.up.weight", transpose=True).of("h.3.mlp.c_fc.weight")
+    >>> rename = fs.io.Rename(r"h\\.(\\d+)\\.mlp\\.c_fc\\.weight", r"blocks.\\1.up.weight", transpose=True)
+    >>> rename.of("h.3.mlp.c_fc.weight")
     'blocks.3.up.weight'
     """
 

@@ -77,10 +77,9 @@ def to_state_dict(
     Raises:
         PlanError, TreeError, CheckpointError: as ``export``.
 
-    >>> import fshard as fs
     >>> mesh, w = fs.make_mesh((1,), ("data",)), torch.tensor([[1.0, 2.0], [3.0, 4.0]])
     >>> plan = fs.make_plan({"w": w}, mesh, [(".*", fs.fsdp("data"))])
-    >>> to_state_dict({"w": w.flatten()}, plan)
+    >>> fs.io.to_state_dict({"w": w.flatten()}, plan)
     {'w': tensor([[1., 2.],
             [3., 4.]])}
     """
@@ -125,7 +124,6 @@ def from_state_dict(
     Raises:
         PlanError, TreeError: as ``load_hf``, also for the optimizer's state.
 
-    >>> import fshard as fs
     >>> module = torch.nn.Linear(2, 3)
     >>> plan = fs.make_plan(fs.split(module), fs.make_mesh((-1,), ("data",)), [(".*", fs.fsdp("data"))])
     >>> fs.io.from_state_dict(module.state_dict(), plan, fs.optim.sgd(0.1))
@@ -179,11 +177,10 @@ def to_optim_state_dict(
     Raises:
         PlanError, CheckpointError: as ``export``.
 
-    >>> import fshard as fs
     >>> mesh, w = fs.make_mesh((1,), ("data",)), torch.tensor([[1.0, 2.0], [3.0, 4.0]])
     >>> plan = fs.make_plan({"w": w}, mesh, [(".*", fs.fsdp("data"))])
     >>> opt = fs.optim.sgd(0.1, momentum=0.9)
-    >>> to_optim_state_dict(fs.init_state(plan, opt, params={"w": w}), opt)["param_groups"][0]["params"]
+    >>> fs.io.to_optim_state_dict(fs.init_state(plan, opt, params={"w": w}), opt)["param_groups"][0]["params"]
     ['w']
     """
     if keys not in ("name", "index"):

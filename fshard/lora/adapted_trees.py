@@ -46,8 +46,8 @@ def init(
     Raises:
         PlanError: a pattern matches nothing, or a leaf that cannot have adapters.
 
-    >>> small = init({"w": torch.zeros(6, 4), "b": torch.zeros(6)}, "w", rank=2)
-    >>> {path: tuple(leaf.shape) for path, leaf in tree.paths(small)}
+    >>> small = fs.lora.init({"w": torch.zeros(6, 4), "b": torch.zeros(6)}, "w", rank=2)
+    >>> {path: tuple(leaf.shape) for path, leaf in fs.tree.paths(small)}
     {'w': (6, 4), 'w_lora_a': (2, 4), 'w_lora_b': (6, 2), 'b': (6,)}
     """
     flat = dict(tree.paths(params))
@@ -73,8 +73,8 @@ def linear(params: Mapping[str, Any], x: Tensor, *, alpha: float, name: str = "w
     Returns:
         ``(..., n)``: ``x @ (weight + alpha / rank * b @ a).T + bias``, without making that matrix.
 
-    >>> p = init({"weight": torch.ones(2, 3)}, "weight", rank=1)
-    >>> linear(p, torch.ones(1, 3), alpha=1)
+    >>> p = fs.lora.init({"weight": torch.ones(2, 3)}, "weight", rank=1)
+    >>> fs.lora.linear(p, torch.ones(1, 3), alpha=1)
     tensor([[3., 3.]])
     """
     expect("lora.linear(params, x)", [("params", params, Mapping, "a subtree"), ("x", x, Tensor, "a tensor")])
@@ -112,8 +112,8 @@ def wrap(
     Raises:
         PlanError: a pattern matches nothing, or a leaf that cannot have adapters.
 
-    >>> model = wrap(split(nn.Linear(4, 6)), "weight", rank=2)
-    >>> [path for path, _ in tree.paths(model.params)], sorted(model.frozen)
+    >>> model = fs.lora.wrap(fs.split(torch.nn.Linear(4, 6)), "weight", rank=2)
+    >>> [path for path, _ in fs.tree.paths(model.params)], sorted(model.frozen)
     (['weight', 'bias', 'weight_lora_a', 'weight_lora_b'], ['bias', 'weight'])
     """
     wants = [("model", model, Model, "what fs.split(module) returned"), ("alpha", alpha, (int, float), "a number")]
@@ -154,7 +154,7 @@ def adapters(params: Mapping[str, Any]) -> dict[str, Any]:
     Args:
         params: a nested dict of tensors.
 
-    >>> list(adapters(init({"w": torch.zeros(2, 2), "b": torch.zeros(2)}, "w")))
+    >>> list(fs.lora.adapters(fs.lora.init({"w": torch.zeros(2, 2), "b": torch.zeros(2)}, "w")))
     ['w_lora_a', 'w_lora_b']
     """
     return tree.nest({path: leaf for path, leaf in tree.paths(params) if re.fullmatch(PATHS, path)})

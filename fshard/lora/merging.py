@@ -39,7 +39,7 @@ def merge(params: Mapping[str, Any], *, alpha: float) -> dict[str, Any]:
         TreeError: there are no adapters, an adapter lacks its pair, or a shape is wrong.
 
     >>> p = {"w": torch.ones(1, 2), "w_lora_a": torch.tensor([[1.0, 2.0]]), "w_lora_b": torch.tensor([[10.0]])}
-    >>> merge(p, alpha=1.0)["w"]
+    >>> fs.lora.merge(p, alpha=1.0)["w"]
     tensor([[11., 21.]])
     """
     expect("lora.merge(params)", [("alpha", alpha, (int, float), "a number")])
@@ -81,11 +81,10 @@ def absorb(state: TrainState, *, alpha: float) -> TrainState:
         TreeError: the state has no adapters, an adapter lacks its pair, or a shape is wrong.
         PlanError: ``state`` is not a state.
 
-    >>> import fshard as fs
     >>> model = fs.lora.wrap(fs.split(torch.nn.Linear(4, 6)), "weight", rank=2, alpha=16)
     >>> plan = fs.make_plan(model, fs.make_mesh((-1,), ("data",)), [(".*", fs.fsdp("data"))])
     >>> state = fs.init_state(plan, fs.optim.adamw(1e-3), params=model.params)
-    >>> bool((absorb(state, alpha=16).params["weight_lora_b"] == 0).all())
+    >>> bool((fs.lora.absorb(state, alpha=16).params["weight_lora_b"] == 0).all())
     True
     """
     wants = [("state", state, TrainState, "what a step returned"), ("alpha", alpha, (int, float), "a number")]

@@ -19,6 +19,7 @@ A, B = "_lora_a", "_lora_b"
 PATHS = r".*_lora_[ab]"
 """The paths of all adapters, for rules: a hand-written function's tree is frozen and trained by them.
 
+>>> import re
 >>> [bool(re.fullmatch(fs.lora.PATHS, path)) for path in ("up.weight", "up.weight_lora_a")]
 [False, True]
 """

@@ -68,7 +68,6 @@ def chunked_cross_entropy(
         PlanError: shapes or dtypes that do not fit, more chunks than rows, a label that is no class, or an option out
             of range.
 
-    >>> import torch, fshard as fs
     >>> hidden, weight = torch.zeros(6, 4), torch.ones(3, 4)
     >>> fs.chunked_cross_entropy(hidden, weight, torch.tensor([0, 1, 2, 0, 1, 2]), chunks=2)  # log(3)
     tensor(1.0986)

@@ -29,7 +29,7 @@ class SavePolicy:
         ahead: the computes by which what is kept comes back from the host ahead of its backward; 0 where it stays on
             the device.
 
-    >>> import torch
+    >>> dots = fs.checkpoint_policies.dots
     >>> dots.saves(torch.ops.aten.mm.default), dots.saves(torch.ops.aten.tanh.default)
     (True, False)
     """
@@ -70,7 +70,7 @@ def saving(*ops: Any) -> SavePolicy:
     Raises:
         PlanError: an argument is not an operator.
 
-    >>> saving(torch.ops.aten.exp).saves(torch.ops.aten.exp.default)
+    >>> fs.checkpoint_policies.saving(torch.ops.aten.exp).saves(torch.ops.aten.exp.default)
     True
     """
     packets = [getattr(op, "overloadpacket", op) for op in ops]
@@ -93,7 +93,7 @@ def offload(*, prefetch: int = 1) -> SavePolicy:
     Raises:
         PlanError: prefetch is not an int of at least 1.
 
-    >>> offload(prefetch=2)
+    >>> fs.checkpoint_policies.offload(prefetch=2)
     fs.checkpoint_policies.offload(prefetch=2)
     """
     if type(prefetch) is not int or prefetch < 1:

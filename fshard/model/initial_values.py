@@ -47,7 +47,6 @@ CHUNK = 1 << 20
 class Initializer(Protocol):
     """A function that gives a leaf its first values.
 
-    >>> import fshard as fs
     >>> def ramp(key, shape, index):
     ...     return index.float()
     >>> plan = fs.make_plan({"w": torch.empty(2, 2)}, fs.make_mesh((1,), ("data",)), [(".*", fs.fsdp("data"))])
@@ -73,7 +72,7 @@ class Initializer(Protocol):
 class Constant:
     """Every element is ``value``.
 
-    >>> Constant(3.0)(0, (2, 2), torch.arange(4))
+    >>> fs.init.Constant(3.0)(0, (2, 2), torch.arange(4))
     tensor([3., 3., 3., 3.])
     """
 
@@ -87,7 +86,7 @@ class Constant:
 class Uniform:
     """Uniform between ``low`` and ``high``.
 
-    >>> whole, part = (Uniform(-1.0, 1.0)(0, (4, 2), torch.arange(*ends)) for ends in ((8,), (4, 6)))
+    >>> whole, part = (fs.init.Uniform(-1.0, 1.0)(0, (4, 2), torch.arange(*ends)) for ends in ((8,), (4, 6)))
     >>> bool((whole[4:6] == part).all())
     True
     """
@@ -104,7 +103,6 @@ class Uniform:
 class Normal:
     """Normal with this mean and standard deviation.
 
-    >>> import fshard as fs
     >>> fs.init.normal(0.02)
     Normal(std=0.02, mean=0.0)
     """
@@ -120,7 +118,6 @@ class Normal:
 class TruncNormal:
     """Normal with this mean and standard deviation, cut off at the values ``a`` and ``b``.
 
-    >>> import fshard as fs
     >>> fs.init.trunc_normal(0.02)
     TruncNormal(std=0.02, mean=0.0, a=-2.0, b=2.0)
     """
@@ -147,7 +144,6 @@ class TruncNormal:
 class Scaled:
     """Variance scaling: standard deviation ``gain / sqrt(fan)``, the fan read from the leaf's whole shape.
 
-    >>> import fshard as fs
     >>> fs.init.xavier_uniform()
     Scaled(gain=1.0, mode='fan_avg', law='uniform')
     """
@@ -176,9 +172,8 @@ class Scaled:
 class ZeroRow:
     """Another initializer, with one row (a slice along dim 0) of zeros: the padding row of an embedding.
 
-    >>> import fshard as fs
     >>> inner = fs.init.ones()
-    >>> fill(ZeroRow(inner, row=1), key=0, shape=(2, 3), index=range(6))
+    >>> fs.init.ZeroRow(inner, row=1)(0, (2, 3), torch.arange(6))
     tensor([1., 1., 1., 0., 0., 0.])
     """
 
@@ -193,7 +188,7 @@ class ZeroRow:
 def zeros() -> Initializer:
     """All zeros.
 
-    >>> fill(zeros(), key=0, shape=(4,), index=range(2))
+    >>> fs.init.zeros()(0, (4,), torch.arange(2))
     tensor([0., 0.])
     """
     return Constant(0.0)
@@ -202,7 +197,7 @@ def zeros() -> Initializer:
 def ones() -> Initializer:
     """All ones.
 
-    >>> fill(ones(), key=0, shape=(4,), index=range(2))
+    >>> fs.init.ones()(0, (4,), torch.arange(2))
     tensor([1., 1.])
     """
     return Constant(1.0)
@@ -214,7 +209,7 @@ def constant(value: float) -> Initializer:
     Args:
         value: the value, rounded to the dtype of the leaf.
 
-    >>> fill(constant(0.5), key=0, shape=(4,), index=range(2))
+    >>> fs.init.constant(0.5)(0, (4,), torch.arange(2))
     tensor([0.5000, 0.5000])
     """
     _expect_numbers("constant", value=value)
@@ -228,7 +223,7 @@ def uniform(low: float = 0.0, high: float = 1.0) -> Initializer:
         low: the least value.
         high: the end of the range.
 
-    >>> drawn = fill(uniform(2.0, 3.0), key=0, shape=(4, 8), index=range(32))
+    >>> drawn = fs.init.uniform(2.0, 3.0)(0, (4, 8), torch.arange(32))
     >>> bool(((drawn >= 2) & (drawn <= 3)).all())
     True
     """
@@ -243,7 +238,7 @@ def normal(std: float = 1.0, mean: float = 0.0) -> Initializer:
         std: the standard deviation.
         mean: the mean.
 
-    >>> fill(normal(std=0.02), key=1, shape=(4, 8), index=range(3, 6)).shape
+    >>> fs.init.normal(std=0.02)(1, (4, 8), torch.arange(3, 6)).shape
     torch.Size([3])
     """
     _expect_numbers("normal", std=std, mean=mean)
@@ -262,7 +257,7 @@ def trunc_normal(std: float = 1.0, a: float = -2.0, b: float = 2.0, mean: float 
     Raises:
         PlanError: ``a`` is not below ``b``, ``std`` is not above 0, or the cut leaves no mass.
 
-    >>> drawn = fill(trunc_normal(std=0.02, a=-0.04, b=0.04), key=0, shape=(4, 8), index=range(32))
+    >>> drawn = fs.init.trunc_normal(std=0.02, a=-0.04, b=0.04)(0, (4, 8), torch.arange(32))
     >>> bool((drawn.abs() <= 0.04).all())
     True
     """
@@ -283,7 +278,7 @@ def kaiming_uniform(a: float = 0.0, mode: Mode = "fan_in") -> Initializer:
         a: the negative slope of the leaky ReLU that follows.
         mode: ``"fan_in"``, ``"fan_out"`` or ``"fan_avg"``.
 
-    >>> fill(kaiming_uniform(), key=0, shape=(4, 8), index=range(3)).shape
+    >>> fs.init.kaiming_uniform()(0, (4, 8), torch.arange(3)).shape
     torch.Size([3])
     """
     return _kaiming("kaiming_uniform", a, mode, "uniform")
@@ -296,7 +291,7 @@ def kaiming_normal(a: float = 0.0, mode: Mode = "fan_in") -> Initializer:
         a: the negative slope of the leaky ReLU that follows.
         mode: ``"fan_in"``, ``"fan_out"`` or ``"fan_avg"``.
 
-    >>> fill(kaiming_normal(), key=0, shape=(4, 8), index=range(3)).shape
+    >>> fs.init.kaiming_normal()(0, (4, 8), torch.arange(3)).shape
     torch.Size([3])
     """
     return _kaiming("kaiming_normal", a, mode, "normal")
@@ -308,7 +303,7 @@ def xavier_uniform(gain: float = 1.0) -> Initializer:
     Args:
         gain: a factor for what follows the layer, as ``torch.nn.init.calculate_gain`` gives it.
 
-    >>> fill(xavier_uniform(gain=2.0), key=0, shape=(4, 8), index=range(3)).shape
+    >>> fs.init.xavier_uniform(gain=2.0)(0, (4, 8), torch.arange(3)).shape
     torch.Size([3])
     """
     _expect_numbers("xavier_uniform", gain=gain)
@@ -321,7 +316,7 @@ def xavier_normal(gain: float = 1.0) -> Initializer:
     Args:
         gain: a factor for what follows the layer, as ``torch.nn.init.calculate_gain`` gives it.
 
-    >>> fill(xavier_normal(gain=2.0), key=0, shape=(4, 8), index=range(3)).shape
+    >>> fs.init.xavier_normal(gain=2.0)(0, (4, 8), torch.arange(3)).shape
     torch.Size([3])
     """
     _expect_numbers("xavier_normal", gain=gain)

@@ -29,8 +29,8 @@ def empty_weights() -> Iterator[None]:
     The scope covers modules that this thread makes. Initialization of such a parameter does nothing;
     ``fs.init_state`` makes values, shard by shard.
 
-    >>> with empty_weights():
-    ...     norm = nn.BatchNorm1d(4)
+    >>> with fs.empty_weights():
+    ...     norm = torch.nn.BatchNorm1d(4)
     >>> norm.weight.device.type, norm.running_var.tolist()
     ('meta', [1.0, 1.0, 1.0, 1.0])
     """

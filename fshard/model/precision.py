@@ -55,7 +55,7 @@ class Precision:
     Raises:
         PlanError: a dtype is not one of the four supported floating-point dtypes.
 
-    >>> Precision(torch.bfloat16, torch.bfloat16)
+    >>> fs.Precision(torch.bfloat16, torch.bfloat16)
     Precision(compute=torch.bfloat16, reduce=torch.bfloat16)
     """
 

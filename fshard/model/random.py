@@ -49,7 +49,7 @@ def key(seed: int | Tensor, *, device: torch.device | str | None = None) -> Tens
     Raises:
         PlanError: ``seed`` is not an integer.
 
-    >>> key(7)
+    >>> fs.random.key(7)
     tensor([7, 0])
     """
     if not hasattr(seed, "__index__") or isinstance(seed, Tensor) and (seed.ndim or seed.is_floating_point()):
@@ -73,8 +73,8 @@ def split(key: Tensor, num: int = 2) -> Tensor:
     Raises:
         PlanError: ``key`` is not a key, or ``num`` is not an int from 0.
 
-    >>> first, second = split(key(0))
-    >>> bool((first == second).all()), split(key(0), 3).shape
+    >>> first, second = fs.random.split(fs.random.key(0))
+    >>> bool((first == second).all()), fs.random.split(fs.random.key(0), 3).shape
     (False, torch.Size([3, 2]))
     """
     pair = check_key(key)
@@ -97,8 +97,8 @@ def fold_in(key: Tensor, data: int | Tensor) -> Tensor:
     Raises:
         PlanError: ``key`` is not a key, or ``data`` is not an integer.
 
-    >>> of_step = fold_in(key(0), 12)
-    >>> torch.vmap(fold_in, (None, 0))(of_step, torch.arange(3)).shape  # one a sample
+    >>> of_step = fs.random.fold_in(fs.random.key(0), 12)
+    >>> torch.vmap(fs.random.fold_in, (None, 0))(of_step, torch.arange(3)).shape  # one a sample
     torch.Size([3, 2])
     """
     pair = check_key(key)
@@ -131,10 +131,10 @@ def uniform(
     Raises:
         PlanError: ``key`` is not a key, or the part does not lie in the whole.
 
-    >>> whole = uniform(key(0), (6, 4))
-    >>> bool((uniform(key(0), (2, 4), start=3) == whole[3:5]).all())
+    >>> whole = fs.random.uniform(fs.random.key(0), (6, 4))
+    >>> bool((fs.random.uniform(fs.random.key(0), (2, 4), start=3) == whole[3:5]).all())
     True
-    >>> bool((uniform(key(0), (6, 2), start=(0, 1), of=(6, 4)) == whole[:, 1:3]).all())
+    >>> bool((fs.random.uniform(fs.random.key(0), (6, 2), start=(0, 1), of=(6, 4)) == whole[:, 1:3]).all())
     True
     """
     dtype = _floating(dtype)
@@ -160,8 +160,8 @@ def normal(
         start: where the part begins in the whole draw.
         of: the shape of the whole draw.
 
-    >>> rows = normal(key(0), (6, 4))
-    >>> bool((normal(key(0), (2, 4), start=3) == rows[3:5]).all())
+    >>> rows = fs.random.normal(fs.random.key(0), (6, 4))
+    >>> bool((fs.random.normal(fs.random.key(0), (2, 4), start=3) == rows[3:5]).all())
     True
     """
     dtype = _floating(dtype)
@@ -190,7 +190,7 @@ def bernoulli(
     Raises:
         PlanError: as for ``uniform``; or ``p`` is not a number, or one outside of 0 to 1.
 
-    >>> heads = bernoulli(key(0), 0.5, (1000,))
+    >>> heads = fs.random.bernoulli(fs.random.key(0), 0.5, (1000,))
     >>> heads.dtype, 450 < int(heads.sum()) < 550
     (torch.bool, True)
     """
@@ -217,7 +217,7 @@ def dropout(key: Tensor, x: Tensor, p: float = 0.5, *, start: Start = 0, of: Seq
             that is cut into equal parts.
 
     >>> x = torch.ones(4, 3)
-    >>> bool((dropout(key(1), x)[2:] == dropout(key(1), x[2:], start=2)).all())
+    >>> bool((fs.random.dropout(fs.random.key(1), x)[2:] == fs.random.dropout(fs.random.key(1), x[2:], start=2)).all())
     True
     """
     if not isinstance(p, int | float) or not 0 <= p <= 1:
@@ -240,9 +240,9 @@ def checked() -> Reuse:
     Raises:
         KeyReuseError: at the second draw, with the places of both.
 
-    >>> with checked():
-    ...     k1, k2 = split(key(0))
-    ...     pair = uniform(k1), normal(k2)
+    >>> with fs.random.checked():
+    ...     k1, k2 = fs.random.split(fs.random.key(0))
+    ...     pair = fs.random.uniform(k1), fs.random.normal(k2)
     """
     return Reuse(_draw, draw_words)
 

@@ -52,7 +52,6 @@ def remat(fn: Fn, policy: SavePolicy | None = None) -> Fn:
             global generator; or a transform cannot honour the policy.
         PlanError: ``fn`` is not a function, or ``policy`` is not a policy.
 
-    >>> import fshard as fs
     >>> f = fs.remat(lambda w, x: torch.tanh(x @ w).sum())
     >>> torch.func.grad(f)(torch.zeros(2, 1), torch.ones(3, 2))
     tensor([[3.],

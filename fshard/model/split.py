@@ -74,7 +74,6 @@ class Model:
         ignored: the parameters that ``split(ignore=)`` took out, the module's own: no leaves, but part of its code.
         around: by path of a submodule, code around its calls, as ``fs.parallel.parallelize`` puts there.
 
-    >>> import torch, fshard as fs
     >>> model = fs.split(torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.Tanh()), units=("0",))
     >>> model.units, list(dict(fs.tree.paths(model.params)))
     (('0',), ['0.weight', '0.bias'])
@@ -141,8 +140,7 @@ class Model:
             UnitError: a buffer changed, but ``buffers`` was not given; or buffers are on meta, without values.
             PlanError: the module has no such method, or ``training`` is not a bool.
 
-        >>> import torch
-        >>> model, x = split(nn.Sequential(nn.Linear(2, 3), nn.Dropout(1.0))), torch.ones(2)
+        >>> model, x = fs.split(torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.Dropout(1.0))), torch.ones(2)
         >>> model.apply(model.params, x).any().item(), model.apply(model.params, x, training=False).any().item()
         (False, True)
         """
@@ -181,8 +179,8 @@ class Model:
     def frozen(self) -> frozenset[str]:
         """The paths of parameters with ``requires_grad=False``: now, or at ``split`` if the module is gone.
 
-        >>> net = nn.Linear(2, 3)
-        >>> model = split(net)
+        >>> net = torch.nn.Linear(2, 3)
+        >>> model = fs.split(net)
         >>> _ = net.weight.requires_grad_(False)
         >>> model.frozen
         frozenset({'weight'})
@@ -229,8 +227,8 @@ def split(module: nn.Module, units: Pattern | Iterable[Pattern] = (), *, ignore:
             parameter is trainable.
         UnitError: the module cannot be copied.
 
-    >>> model = split(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)), units=("*",))
-    >>> model.units, [path for path, _ in tree.paths(model.params)]
+    >>> model = fs.split(torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 2)), units=("*",))
+    >>> model.units, [path for path, _ in fs.tree.paths(model.params)]
     (('0', '1'), ['0.weight', '0.bias', '1.weight', '1.bias'])
     """
     if not isinstance(module, nn.Module):

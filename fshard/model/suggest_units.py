@@ -28,8 +28,9 @@ def suggest_units(module: nn.Module) -> tuple[str, ...]:
     Raises:
         PlanError: it is not a module.
 
-    >>> blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
-    >>> suggest_units(nn.ModuleDict({"embed": nn.Embedding(10, 8), "blocks": blocks, "head": nn.Linear(8, 10)}))
+    >>> blocks = torch.nn.ModuleList(torch.nn.Linear(8, 8) for _ in range(3))
+    >>> ends = {"embed": torch.nn.Embedding(10, 8), "head": torch.nn.Linear(8, 10)}
+    >>> fs.suggest_units(torch.nn.ModuleDict({**ends, "blocks": blocks}))
     ('blocks.*',)
     """
     if not isinstance(module, nn.Module):

@@ -103,7 +103,7 @@ def unit(fn: Callable[..., Any]) -> Unit:
     Raises:
         PlanError: ``fn`` is not a function.
 
-    >>> @unit
+    >>> @fs.unit
     ... def scale(params, x):
     ...     return params["w"] * x
     >>> scale({"w": 2.0}, 3.0), scale

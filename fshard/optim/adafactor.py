@@ -34,7 +34,7 @@ class adafactor(Decaying, Unfused):  # noqa: N801 - reads as the function it is 
     Raises:
         PlanError: arguments out of range. From ``fs.init_state``: leaves that are cut.
 
-    >>> opt = adafactor(0.01)
+    >>> opt = fs.optim.adafactor(0.01)
     >>> {name: form.shape for name, form in opt.forms(opt.hyper("w", (8, 3))).items()}
     {'row_var': (8,), 'col_var': (3,)}
     """

@@ -28,7 +28,7 @@ class adamw(Decaying, Fused):  # noqa: N801 - reads as the function it is in a t
     Raises:
         PlanError: arguments out of range, all in one report.
 
-    >>> adamw(3e-4, weight_decay=0.1, decay=r".*weight").hyper("norm.bias", (8,))
+    >>> fs.optim.adamw(3e-4, weight_decay=0.1, decay=r".*weight").hyper("norm.bias", (8,))
     0.0
     """
 

@@ -45,7 +45,7 @@ class adamw8bit(Decaying, Unfused):  # noqa: N801 - reads as the function it is 
     Raises:
         PlanError: arguments out of range. From ``fs.init_state``: leaves that may be cut inside of a block.
 
-    >>> {name: (form.dtype, form.block) for name, form in adamw8bit(1e-3).forms(0.0).items()}["exp_avg_scale"]
+    >>> {name: (form.dtype, form.block) for name, form in fs.optim.adamw8bit(1e-3).forms(0.0).items()}["exp_avg_scale"]
     (torch.float32, 256)
     """
 

@@ -33,8 +33,7 @@ class ema(Inner):  # noqa: N801 - reads as the function it is in a train script
         opt: the optimizer.
         decay: how much of the average an update keeps, in [0, 1).
 
-    >>> from fshard.optim import sgd
-    >>> opt, w = ema(sgd(1.0), 0.75), torch.zeros(1)
+    >>> opt, w = fs.optim.ema(fs.optim.sgd(1.0), 0.75), torch.zeros(1)
     >>> state = opt.init(w, 0.0)
     >>> opt.update([w], [torch.tensor([-4.0])], [state], step=1, hyper=0.0)
     >>> w, state["ema"]
@@ -78,8 +77,7 @@ class every(Inner):  # noqa: N801
         steps: k, at least 1.
         opt: the optimizer. It must not be inside of another one.
 
-    >>> from fshard.optim import adamw
-    >>> every(4, adamw(3e-4)).number(step=8)
+    >>> fs.optim.every(4, fs.optim.adamw(3e-4)).number(step=8)
     2
     """
 

@@ -48,7 +48,6 @@ class Optimizer(Protocol):
     longer exist after the call. All it depends on is passed in, so equal inputs give equal results and a
     state that was saved resumes exactly.
 
-    >>> import fshard as fs
     >>> opt = fs.optim.sgd(0.5, momentum=0.9)
     >>> param, grad = torch.ones(2), torch.tensor([1.0, 2.0])
     >>> state = opt.init(param)
@@ -185,7 +184,7 @@ def rate(lr: Rate, step: int) -> float:
         PlanError: there is no such update, or the schedule returned something else than a finite number >= 0.
             Raised before anything is written.
 
-    >>> rate(lambda step: 1.0 / (step + 1), step=4)
+    >>> fs.optim.rate(lambda step: 1.0 / (step + 1), step=4)
     0.25
     """
     if not isinstance(step, int):

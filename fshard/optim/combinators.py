@@ -39,8 +39,7 @@ class partition:  # noqa: N801 - reads as the function it is in a train script
         PlanError: invalid patterns or optimizers. From ``fs.init_state`` and ``fs.make_train_step``: a trained
             leaf that no pattern matches, or a pattern that decides no trained leaf.
 
-    >>> from fshard.optim import adamw, sgd
-    >>> opt = partition([(r".*bias", sgd(0.1)), (r".*", adamw(1e-3, weight_decay=0.1))])
+    >>> opt = fs.optim.partition([(r".*bias", fs.optim.sgd(0.1)), (r".*", fs.optim.adamw(1e-3, weight_decay=0.1))])
     >>> opt.hyper("head.bias", (10,)), opt.hyper("head.weight", (10, 4))
     ((0, 0.0), (1, 0.1))
     """
@@ -157,8 +156,8 @@ def masked(opt: Optimizer, pattern: str) -> partition:
         opt: the optimizer.
         pattern: for ``re.fullmatch`` on paths.
 
-    >>> from fshard.optim import sgd
-    >>> masked(sgd(0.1), r"head\\..*").forms((REST, None))
+    >>> opt = fs.optim.masked(fs.optim.sgd(0.1, momentum=0.9), r"head\\..*")
+    >>> opt.forms(opt.hyper("body.weight", (4, 4)))
     {}
     """
     return partition([(pattern, opt), (ANY, None)])
@@ -178,9 +177,8 @@ class clip_value:  # noqa: N801
     Args:
         limit: the largest size of an element, > 0.
 
-    >>> import torch
     >>> grads = [torch.tensor([3.0, -0.1])]
-    >>> clip_value(1.0).apply([], grads, 1); grads
+    >>> fs.optim.clip_value(1.0).apply([], grads, 1); grads
     [tensor([ 1.0000, -0.1000])]
     """
 
@@ -202,8 +200,7 @@ class scale:  # noqa: N801
     Args:
         factor: a number, or a function from the number of the step to one.
 
-    >>> import fshard as fs
-    >>> opt = fs.optim.chain(scale(0.5), fs.optim.sgd(0.1))
+    >>> opt = fs.optim.chain(fs.optim.scale(0.5), fs.optim.sgd(0.1))
     """
 
     factor: Rate
@@ -223,8 +220,7 @@ class add_decay:  # noqa: N801
     Args:
         rate: what the parameter is multiplied with, >= 0.
 
-    >>> import fshard as fs
-    >>> opt = fs.optim.chain(add_decay(0.01), fs.optim.sgd(0.1))
+    >>> opt = fs.optim.chain(fs.optim.add_decay(0.01), fs.optim.sgd(0.1))
     """
 
     rate: float
@@ -272,9 +268,7 @@ class chain(Inner):  # noqa: N801
     Args:
         *parts: ``clip_value``, ``scale``, ``add_decay``, or anything with their ``apply``; an optimizer at the end.
 
-    >>> from fshard.optim import sgd
-    >>> import torch
-    >>> opt, w = chain(clip_value(1.0), sgd(0.5)), torch.zeros(2)
+    >>> opt, w = fs.optim.chain(fs.optim.clip_value(1.0), fs.optim.sgd(0.5)), torch.zeros(2)
     >>> opt.update([w], [torch.tensor([4.0, 0.5])], [{}], step=1, hyper=0.0)
     >>> w
     tensor([-0.5000, -0.2500])

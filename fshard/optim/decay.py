@@ -25,7 +25,7 @@ def matrices(path: str, shape: tuple[int, ...]) -> bool:
         path: the path of the leaf, which is not looked at.
         shape: its whole shape.
 
-    >>> matrices("head.weight", (10, 4)), matrices("norm.weight", (4,))
+    >>> fs.optim.matrices("head.weight", (10, 4)), fs.optim.matrices("norm.weight", (4,))
     (True, False)
     """
     return len(shape) >= 2

@@ -25,7 +25,7 @@ class Form:
         wide: float32 at least, where the dtype is that of the leaf.
         common: whether replicas that train apart (``fs.outer``) hold equal copies of it.
 
-    >>> Form(dtype=torch.uint8, block=256)  # a byte for 256 elements
+    >>> fs.optim.Form(dtype=torch.uint8, block=256)  # a byte for 256 elements
     Form(shape=None, dtype=torch.uint8, block=256, wide=False, common=False)
     """
 
@@ -44,7 +44,8 @@ class Form:
     def count(self, elements: int) -> int:
         """The buffer's length for a piece of so many elements, which begins at a multiple of ``block``.
 
-        >>> Form(block=256).count(300), Form(shape=(3, 4)).count(300), Form(shape=(3, 4)).count(0)
+        >>> blocks, factor = fs.optim.Form(block=256), fs.optim.Form(shape=(3, 4))
+        >>> blocks.count(300), factor.count(300), factor.count(0)
         (2, 12, 0)
         """
         if self.shape is None:
@@ -64,7 +65,7 @@ class LeafInfo:
 
     ``rounded`` is the wire format to which ranks round gradients before they are summed; empty where sums are exact.
 
-    >>> LeafInfo("head.weight", (10, 4)).trainable
+    >>> fs.optim.LeafInfo("head.weight", (10, 4)).trainable
     True
     """
 

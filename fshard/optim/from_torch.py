@@ -38,7 +38,7 @@ class from_torch(Masked, Unfused):  # noqa: N801 - reads as the function it is i
         PlanError: a class that is not elementwise, or keeps something outside of ``state[param]``; arguments that it
             does not take; ``decay`` for a class without ``weight_decay``.
 
-    >>> opt = from_torch(torch.optim.Adagrad, lr=0.1)
+    >>> opt = fs.optim.from_torch(torch.optim.Adagrad, lr=0.1)
     >>> opt, sorted(opt.init(torch.zeros(3), opt.hyper("w", (3,))))
     (from_torch(Adagrad, lr=0.1), ['sum'])
     """

@@ -27,7 +27,7 @@ class lion(Decaying, Unfused):  # noqa: N801 - reads as the function it is in a 
     Raises:
         PlanError: arguments out of range, all in one report.
 
-    >>> opt, w = lion(0.1), torch.tensor([1.0, 2.0])
+    >>> opt, w = fs.optim.lion(0.1), torch.tensor([1.0, 2.0])
     >>> opt.update([w], [torch.tensor([3.0, -0.01])], [opt.init(w)], step=1, hyper=0.0)
     >>> w
     tensor([0.9000, 2.1000])

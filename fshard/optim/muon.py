@@ -45,7 +45,7 @@ class muon(Decaying, Unfused):  # noqa: N801 - reads as the function it is in a 
     Raises:
         PlanError: arguments out of range. From ``fs.init_state``: leaves that are not matrices, or that are cut.
 
-    >>> muon(0.02).hyper("blocks.0.weight", (64, 32))
+    >>> fs.optim.muon(0.02).hyper("blocks.0.weight", (64, 32))
     (64, 32, 0.1)
     """
 

@@ -32,11 +32,11 @@ class LossScale:
     Raises:
         PlanError: arguments out of range, all in one report.
 
-    >>> rule = LossScale(initial=4.0, interval=2)
+    >>> rule = fs.LossScale(initial=4.0, interval=2)
     >>> rule.after(rule.after(rule.start(), finite=True), finite=True)
     Scale(value=8.0, good=0)
-    >>> rule.after(Scale(8.0, 1), finite=False)
-    Scale(value=4.0, good=0)
+    >>> rule.after(rule.start(), finite=False)
+    Scale(value=2.0, good=0)
     """
 
     initial: float = 2.0**16

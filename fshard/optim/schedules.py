@@ -21,7 +21,7 @@ class constant:  # noqa: N801 - reads as the function it is, like all schedules
     Args:
         value: the rate, >= 0.
 
-    >>> constant(0.1)(1000)
+    >>> fs.optim.schedules.constant(0.1)(1000)
     0.1
     """
 
@@ -44,7 +44,7 @@ class linear:  # noqa: N801
         stop: the rate from step ``steps`` on.
         steps: the number of steps between them.
 
-    >>> linear(1.0, 0.0, steps=4)(1)
+    >>> fs.optim.schedules.linear(1.0, 0.0, steps=4)(1)
     0.75
     """
 
@@ -100,7 +100,7 @@ class warmup_linear(Warmup):  # noqa: N801
         total: the step from which on the rate is ``floor``; above ``warmup``.
         floor: the last rate, in [0, peak].
 
-    >>> [round(warmup_linear(1.0, warmup=3, total=5)(step), 2) for step in range(7)]
+    >>> [round(fs.optim.schedules.warmup_linear(1.0, warmup=3, total=5)(step), 2) for step in range(7)]
     [0.25, 0.5, 0.75, 1.0, 0.5, 0.0, 0.0]
     """
 
@@ -117,7 +117,7 @@ class warmup_cosine(Warmup):  # noqa: N801
         total: the step from which on the rate is ``floor``; above ``warmup``.
         floor: the last rate, in [0, peak].
 
-    >>> [round(warmup_cosine(1.0, warmup=1, total=5)(step), 3) for step in range(6)]
+    >>> [round(fs.optim.schedules.warmup_cosine(1.0, warmup=1, total=5)(step), 3) for step in range(6)]
     [0.5, 1.0, 0.854, 0.5, 0.146, 0.0]
     """
 
@@ -138,7 +138,8 @@ class warmup_stable_decay:  # noqa: N801
         cooldown: the steps of the fall; with ``warmup`` at most ``total``.
         floor: the last rate, in [0, peak].
 
-    >>> [round(warmup_stable_decay(1.0, warmup=1, total=6, cooldown=2)(step), 2) for step in range(7)]
+    >>> rate = fs.optim.schedules.warmup_stable_decay(1.0, warmup=1, total=6, cooldown=2)
+    >>> [round(rate(step), 2) for step in range(7)]
     [0.5, 1.0, 1.0, 1.0, 1.0, 0.5, 0.0]
     """
 

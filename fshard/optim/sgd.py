@@ -28,7 +28,7 @@ class sgd(Decaying, Fused):  # noqa: N801 - reads as the function it is in a tra
     Raises:
         PlanError: arguments out of range or at odds with one another, all in one report.
 
-    >>> sgd(0.1).init(torch.zeros(3))
+    >>> fs.optim.sgd(0.1).init(torch.zeros(3))
     {}
     """
 

@@ -240,11 +240,10 @@ def outer(
         PlanError: an axis that the mesh does not have, that shards parameters, or that does not cut the batch; numbers
             out of range; fragments without leaves; options of the inner step that replicas would decide differently.
 
-    >>> import torch, fshard as fs
     >>> mesh, w = fs.make_mesh((1, -1), ("replica", "data")), torch.ones(4)
     >>> plan = fs.make_plan({"w": w}, mesh, [(".*", fs.fsdp("data"))], batch=fs.P(("replica", "data")))
     >>> inner = fs.make_train_step(lambda params, x: (params["w"] * x).sum(), fs.optim.sgd(0.25), plan)
-    >>> step = outer(inner, fs.optim.sgd(0.5), every=2)
+    >>> step = fs.outer(inner, fs.optim.sgd(0.5), every=2)
     >>> state = fs.init_state(step.plan, step.opt, params={"w": w})
     >>> for _ in range(2):
     ...     state, metrics = step(state, torch.ones(4))

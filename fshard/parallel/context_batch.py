@@ -25,7 +25,7 @@ def document_ids(cu_seqlens: Tensor, length: int) -> Tensor:
     Raises:
         PlanError: the numbers do not begin with 0, they descend, or the last one exceeds the length.
 
-    >>> document_ids(torch.tensor([0, 3, 5]), 6)
+    >>> fs.parallel.document_ids(torch.tensor([0, 3, 5]), 6)
     tensor([ 0,  0,  0,  1,  1, -1])
     """
     offsets = (cu_seqlens, Tensor, "a tensor of the documents' offsets")
@@ -74,9 +74,8 @@ def context_batch(
     Raises:
         PlanError: shapes differ, or the length is not a multiple of twice the number of ranks.
 
-    >>> import fshard as fs
     >>> mesh, row = fs.virtual_mesh((2,), ("cp",)), torch.tensor([[5, 6, 7, 8]])
-    >>> first = mesh.run(lambda: context_batch(row, row, mesh=mesh))[0]
+    >>> first = mesh.run(lambda: fs.parallel.context_batch(row, row, mesh=mesh))[0]
     >>> first["input_ids"].tolist(), first["position_ids"].tolist(), first["shift_labels"].tolist()
     ([[5, 8]], [[0, 3]], [[6, -100]])
     """

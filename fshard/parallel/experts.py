@@ -36,9 +36,8 @@ class Dispatched:
         counts: the number of rows of each of them.
         way: the way back, for ``combine``.
 
-    >>> import fshard as fs
     >>> routing = fs.parallel.route(torch.tensor([[9.0, 0.0], [0.0, 9.0], [9.0, 0.0]]), k=1)
-    >>> dispatch(torch.tensor([[1.0], [2.0], [3.0]]), routing, axis=None).counts
+    >>> fs.parallel.dispatch(torch.tensor([[1.0], [2.0], [3.0]]), routing, axis=None).counts
     (2, 1)
     """
 
@@ -67,9 +66,8 @@ def dispatch(
     Raises:
         PlanError: the axis does not divide the experts or is not a data axis, or the routing is of other tokens.
 
-    >>> from fshard.parallel.routing import route
-    >>> routing = route(torch.tensor([[9.0, 0.0], [0.0, 9.0], [9.0, 0.0]]), k=1)
-    >>> sent = dispatch(torch.tensor([[1.0], [2.0], [3.0]]), routing, axis=None)
+    >>> routing = fs.parallel.route(torch.tensor([[9.0, 0.0], [0.0, 9.0], [9.0, 0.0]]), k=1)
+    >>> sent = fs.parallel.dispatch(torch.tensor([[1.0], [2.0], [3.0]]), routing, axis=None)
     >>> sent.counts, sent.rows.flatten()
     ((2, 1), tensor([1., 3., 2.]))
     """
@@ -101,10 +99,9 @@ def combine(rows: Tensor, dispatched: Dispatched) -> Tensor:
     Returns:
         (groups, tokens, width), or (tokens, width), as the tokens were.
 
-    >>> from fshard.parallel.routing import route
-    >>> routing = route(torch.tensor([[9.0, 0.0], [0.0, 9.0], [9.0, 0.0]]), k=1)
-    >>> sent = dispatch(torch.tensor([[1.0], [2.0], [3.0]]), routing, axis=None)
-    >>> combine(10 * sent.rows, sent).flatten()
+    >>> routing = fs.parallel.route(torch.tensor([[9.0, 0.0], [0.0, 9.0], [9.0, 0.0]]), k=1)
+    >>> sent = fs.parallel.dispatch(torch.tensor([[1.0], [2.0], [3.0]]), routing, axis=None)
+    >>> fs.parallel.combine(10 * sent.rows, sent).flatten()
     tensor([10., 20., 30.])
     """
     expect("combine(rows, dispatched)", [("dispatched", dispatched, Dispatched, "what dispatch returned")])
@@ -134,9 +131,9 @@ def moe(
     Raises:
         PlanError: the axis does not divide the experts or is not a data axis, or the routing is of other tokens.
 
-    >>> from fshard.parallel.routing import route
     >>> x, router, weight = torch.randn(5, 4), torch.randn(3, 4), torch.randn(3, 4, 4)
-    >>> y = moe(x, route(x @ router.T), lambda rows, counts: grouped_linear(rows, weight, counts), axis=None)
+    >>> expert = lambda rows, counts: fs.parallel.grouped_linear(rows, weight, counts)
+    >>> y = fs.parallel.moe(x, fs.parallel.route(x @ router.T), expert, axis=None)
     >>> y.shape
     torch.Size([5, 4])
     """
@@ -161,7 +158,7 @@ def grouped_linear(rows: Tensor, weight: Tensor, counts: Sequence[int], *, axis:
         PlanError: the weight has another number of experts.
 
     >>> weight = torch.stack((torch.eye(2), 5 * torch.eye(2)))
-    >>> grouped_linear(torch.ones(3, 2), weight, (2, 1), axis=None)[:, 0]
+    >>> fs.parallel.grouped_linear(torch.ones(3, 2), weight, (2, 1), axis=None)[:, 0]
     tensor([1., 1., 5.])
     """
     if axis is not None:

@@ -71,7 +71,7 @@ def register_attention(*, axis: str = "cp", heads: str | None = None) -> None:
     Models raise a ``PlanError`` for what is not computed here: dropout, sliding windows shorter than the sequence,
     softcaps, sinks, keys of a cache, masks but those of padding, and arguments that are not known.
 
-    >>> register_attention()  # before the model is made
+    >>> fs.parallel.register_attention()  # before the model is made
     """
     wants: list[Want] = [("axis", axis, str, "the name of a mesh axis")]
     wants += [] if heads is None else [("heads", heads if heads != axis else None, str, f"an axis other than {axis!r}")]

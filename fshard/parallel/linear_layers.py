@@ -49,10 +49,8 @@ def column_linear(
         PlanError: inside of a step, the plan does not cut weight or bias that way, or the axis is a data axis.
         AxisError: no mesh is in scope, or it has no such axis.
 
-    >>> import torch
-    >>> from fshard.launch import make_mesh
-    >>> one = make_mesh((1,), ("tp",))
-    >>> column_linear(torch.ones(2, 3), torch.ones(4, 3), mesh=one).shape
+    >>> one = fs.make_mesh((1,), ("tp",))
+    >>> fs.parallel.column_linear(torch.ones(2, 3), torch.ones(4, 3), mesh=one).shape
     torch.Size([2, 4])
     """
     for leaf in (weight, bias):
@@ -91,9 +89,8 @@ def row_linear(
         CollectiveError: the axis does not divide ``sequence_dim``.
         AxisError: no mesh is in scope, or it has no such axis.
 
-    >>> import torch, fshard as fs
     >>> one = fs.make_mesh((1,), ("tp",))
-    >>> row_linear(torch.ones(2, 3), torch.ones(4, 3), mesh=one)[0]
+    >>> fs.parallel.row_linear(torch.ones(2, 3), torch.ones(4, 3), mesh=one)[0]
     tensor([3., 3., 3., 3.])
     """
     check_cut(weight, axis, 1, "row_linear", "fs.parallel.row_rule")
@@ -121,8 +118,7 @@ def local_heads(heads: int, *, axis: str = "tp", mesh: Mesh | None = None) -> in
     Raises:
         PlanError: the axis does not divide the heads.
 
-    >>> from fshard.launch import make_mesh
-    >>> local_heads(8, mesh=make_mesh((1,), ("tp",)))
+    >>> fs.parallel.local_heads(8, mesh=fs.make_mesh((1,), ("tp",)))
     8
     """
     return divided(heads, axis, "attention heads", mesh)
@@ -152,7 +148,7 @@ def column_rule(pattern: str, axis: str = "tp", *, flat: Entry = None, **options
         flat: the axis or axes that flat-shard the rest; None keeps it whole on each rank.
         **options: other fields of ``fs.Rule``.
 
-    >>> column_rule(r".*up\\.weight", flat="data").at_rest((8, 4))
+    >>> fs.parallel.column_rule(r".*up\\.weight", flat="data").at_rest((8, 4))
     P('tp', None, flat='data')
     """
     return Rule(pattern, DimCut(0, axis, flat), **options)
@@ -167,7 +163,7 @@ def row_rule(pattern: str, axis: str = "tp", *, flat: Entry = None, **options: A
         flat: the axis or axes that flat-shard the rest; None keeps it whole on each rank.
         **options: other fields of ``fs.Rule``.
 
-    >>> rule = row_rule(r".*down\\..*", flat="data")
+    >>> rule = fs.parallel.row_rule(r".*down\\..*", flat="data")
     >>> rule.at_rest((4, 8)), rule.at_rest((4,))
     (P(None, 'tp', flat='data'), P(flat='data'))
     """
@@ -184,7 +180,7 @@ def expert_rule(pattern: str, axis: str = "ep", *, flat: Entry = None, **options
         flat: the axis or axes, without that one, that flat-shard the rest.
         **options: other fields of ``fs.Rule``.
 
-    >>> rule = expert_rule(r".*experts\\..*", flat=("replica", "data"))
+    >>> rule = fs.parallel.expert_rule(r".*experts\\..*", flat=("replica", "data"))
     >>> rule.at_rest((8, 4, 4)), rule.compute
     (P('ep', None, None, flat=('replica', 'data')), P('ep'))
     """
@@ -202,7 +198,7 @@ def megatron_rules(
         axis: the tensor-parallel axis.
         flat: the axis or axes that flat-shard all leaves besides; None keeps the rest whole.
 
-    >>> rules = megatron_rules(column=r".*(qkv|up)\\.weight", row=r".*(out|down)\\.weight", flat="data")
+    >>> rules = fs.parallel.megatron_rules(column=r".*(qkv|up)\\.weight", row=r".*(out|down)\\.weight", flat="data")
     >>> rules[0].at_rest((8, 8)), rules[1].at_rest((8, 8)), rules[2].at_rest
     (P('tp', None, flat='data'), P(None, 'tp', flat='data'), P(flat='data'))
     """

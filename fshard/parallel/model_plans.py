@@ -51,10 +51,9 @@ def parallelize(
         PlanError: an entry has an unknown style, or names no module; a module is not what its entry is for; the ranks
             do not divide its features, heads or experts; there is no plan; or the mesh has neither axis.
 
-    >>> import torch, fshard as fs
-    >>> net = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4))
+    >>> net = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 4))
     >>> mesh = fs.virtual_mesh((2, 2), ("data", "tp"))
-    >>> model = parallelize(fs.split(net), mesh, {"0": "colwise", "2": "rowwise"})
+    >>> model = fs.parallel.parallelize(fs.split(net), mesh, {"0": "colwise", "2": "rowwise"})
     >>> plan = fs.make_plan(model, mesh, "auto", batch=fs.P("data"))
     >>> plan.leaves["0.weight"].at_rest, plan.leaves["2.weight"].at_rest
     (P('tp', None, flat='data'), P(None, 'tp', flat='data'))

@@ -59,12 +59,11 @@ def ring_attention(
             step, an axis that is not a data axis.
         AxisError: no mesh is in scope, or it has no such axis.
 
-    >>> import torch, fshard as fs
-    >>> from fshard.parallel import unzigzag, zigzag_slice
     >>> x, mesh = torch.randn(1, 2, 8, 4), fs.virtual_mesh((2,), ("cp",))
-    >>> parts = mesh.run(lambda: ring_attention(*[zigzag_slice(x, 2, mesh=mesh)] * 3, mesh=mesh))
+    >>> own = lambda: fs.parallel.zigzag_slice(x, 2, mesh=mesh)
+    >>> parts = mesh.run(lambda: fs.parallel.ring_attention(own(), own(), own(), mesh=mesh))
     >>> whole = torch.nn.functional.scaled_dot_product_attention(x, x, x, is_causal=True)
-    >>> torch.allclose(unzigzag(torch.cat(parts, 2), 2, 2), whole, atol=1e-5)
+    >>> torch.allclose(fs.parallel.unzigzag(torch.cat(parts, 2), 2, 2), whole, atol=1e-5)
     True
     """
     group = resolve(axis, mesh)

@@ -21,7 +21,7 @@ class Routing:
         chosen: (..., k) int64, the numbers of the experts, the best first.
         probs: (..., experts) float32, the router's probabilities, for the losses.
 
-    >>> routing = route(torch.tensor([[1.0, 3.0, 2.0]]), k=1)
+    >>> routing = fs.parallel.route(torch.tensor([[1.0, 3.0, 2.0]]), k=1)
     >>> routing.experts, routing.chosen, routing.weights
     (3, tensor([[1]]), tensor([[1.]]))
     """
@@ -48,7 +48,7 @@ def route(logits: Tensor, k: int = 2, *, normalize: bool = True) -> Routing:
     Raises:
         PlanError: ``k`` is not between 1 and the number of experts.
 
-    >>> routing = route(torch.tensor([[1.0, 3.0, 2.0]]), k=2)
+    >>> routing = fs.parallel.route(torch.tensor([[1.0, 3.0, 2.0]]), k=2)
     >>> routing.chosen, routing.weights
     (tensor([[1, 2]]), tensor([[0.7311, 0.2689]]))
     """
@@ -76,8 +76,8 @@ def load_balance_loss(routing: Routing, *, axis: AxisName | None = None, mesh: M
         mesh: where to look the axes up, if not on the mesh in scope.
 
     >>> even, crowded = torch.eye(4) * 99, torch.tensor([[99.0, 0, 0, 0]] * 4)
-    >>> load_balance_loss(route(even, k=1)), load_balance_loss(route(crowded, k=1))
-    (tensor(1.), tensor(4.))
+    >>> [fs.parallel.load_balance_loss(fs.parallel.route(logits, k=1)) for logits in (even, crowded)]
+    [tensor(1.), tensor(4.)]
     """
     expect("load_balance_loss(routing)", [("routing", routing, Routing, "what fs.parallel.route(logits) returned")])
     probs = routing.probs.reshape(-1, routing.experts)
@@ -96,7 +96,7 @@ def z_loss(logits: Tensor) -> Tensor:
     Args:
         logits: (..., experts).
 
-    >>> z_loss(torch.zeros(3, 4))  # log(4) squared
+    >>> fs.parallel.z_loss(torch.zeros(3, 4))  # log(4) squared
     tensor(1.9218)
     """
     return logits.to(torch.promote_types(logits.dtype, torch.float32)).logsumexp(-1).square().mean()

@@ -28,11 +28,10 @@ def shared(leaf: Tensor, *, axis: str = "tp", mesh: Mesh | None = None) -> Tenso
     Raises:
         PlanError: inside of a step, the plan cuts the leaf by the axis, or the axis is a data axis.
 
-    >>> import torch, fshard as fs
     >>> mesh = fs.virtual_mesh((2,), ("tp",))
     >>> def on_a_rank():
     ...     part = torch.tensor([mesh.rank + 1.0])
-    ...     return torch.func.grad(lambda w: (shared(w, mesh=mesh) * part).sum())(torch.ones(1))
+    ...     return torch.func.grad(lambda w: (fs.parallel.shared(w, mesh=mesh) * part).sum())(torch.ones(1))
     >>> mesh.run(on_a_rank)  # 1 + 2 on both
     [tensor([3.]), tensor([3.])]
     """
@@ -53,9 +52,9 @@ def rms_norm(
         axis: the axis that cuts the sequence.
         mesh: where to look the axis up, if not on the mesh in scope.
 
-    >>> import torch, fshard as fs
     >>> mesh = fs.virtual_mesh((2,), ("tp",))
-    >>> [y.round(decimals=2) for y in mesh.run(lambda: rms_norm(torch.tensor([3.0, 4.0]), torch.ones(2), mesh=mesh))]
+    >>> x = torch.tensor([3.0, 4.0])
+    >>> [y.round(decimals=2) for y in mesh.run(lambda: fs.parallel.rms_norm(x, torch.ones(2), mesh=mesh))]
     [tensor([0.8500, 1.1300]), tensor([0.8500, 1.1300])]
     """
     return F.rms_norm(x, weight.shape, shared(weight, axis=axis, mesh=mesh), eps)
@@ -80,9 +79,9 @@ def layer_norm(
         axis: the axis that cuts the sequence.
         mesh: where to look the axis up, if not on the mesh in scope.
 
-    >>> import torch, fshard as fs
     >>> mesh = fs.virtual_mesh((2,), ("tp",))
-    >>> [y.round(decimals=2) for y in mesh.run(lambda: layer_norm(torch.tensor([3.0, 4.0]), torch.ones(2), mesh=mesh))]
+    >>> x = torch.tensor([3.0, 4.0])
+    >>> [y.round(decimals=2) for y in mesh.run(lambda: fs.parallel.layer_norm(x, torch.ones(2), mesh=mesh))]
     [tensor([-1.,  1.]), tensor([-1.,  1.])]
     """
     bias = None if bias is None else shared(bias, axis=axis, mesh=mesh)
@@ -101,9 +100,8 @@ def split_sequence(x: Tensor, dim: int = 1, *, axis: str = "tp", mesh: Mesh | No
     Raises:
         CollectiveError: the axis does not divide the dim.
 
-    >>> import torch, fshard as fs
     >>> mesh = fs.virtual_mesh((2,), ("tp",))
-    >>> mesh.run(lambda: split_sequence(torch.arange(4), 0, mesh=mesh))
+    >>> mesh.run(lambda: fs.parallel.split_sequence(torch.arange(4), 0, mesh=mesh))
     [tensor([0, 1]), tensor([2, 3])]
     """
     expect("split_sequence(x, dim)", [("x", x, Tensor, "a tensor"), ("dim", dim, int, "a dim of it")])
@@ -119,9 +117,8 @@ def join_sequence(x: Tensor, dim: int = 1, *, axis: str = "tp", mesh: Mesh | Non
         axis: the tensor-parallel axis.
         mesh: where to look the axis up, if not on the mesh in scope.
 
-    >>> import torch, fshard as fs
     >>> mesh = fs.virtual_mesh((2,), ("tp",))
-    >>> mesh.run(lambda: join_sequence(torch.tensor([mesh.rank]), 0, mesh=mesh))
+    >>> mesh.run(lambda: fs.parallel.join_sequence(torch.tensor([mesh.rank]), 0, mesh=mesh))
     [tensor([0, 1]), tensor([0, 1])]
     """
     whole: Tensor = collectives.all_gather(x, axis, dim=dim, tiled=True, to="invariant", mesh=mesh)

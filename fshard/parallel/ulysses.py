@@ -106,12 +106,11 @@ def ulysses_attention(
         PlanError: heads that the axis does not divide; what ``ring_attention`` refuses.
         AxisError: no mesh is in scope, or it has no such axis, or both axes are one.
 
-    >>> import torch, fshard as fs
-    >>> from fshard.parallel import unzigzag, zigzag_slice
     >>> x, mesh = torch.randn(1, 2, 8, 4), fs.virtual_mesh((2,), ("cp",))
-    >>> parts = mesh.run(lambda: ulysses_attention(*[zigzag_slice(x, 2, mesh=mesh)] * 3, mesh=mesh))
+    >>> own = lambda: fs.parallel.zigzag_slice(x, 2, mesh=mesh)
+    >>> parts = mesh.run(lambda: fs.parallel.ulysses_attention(own(), own(), own(), mesh=mesh))
     >>> whole = torch.nn.functional.scaled_dot_product_attention(x, x, x, is_causal=True)
-    >>> torch.allclose(unzigzag(torch.cat(parts, 2), 2, 2), whole, atol=1e-5)
+    >>> torch.allclose(fs.parallel.unzigzag(torch.cat(parts, 2), 2, 2), whole, atol=1e-5)
     True
     """
     axes = (axis,) if ring is None else (ring, axis)

@@ -36,9 +36,8 @@ def vocab_embedding(
         PlanError: inside of a step, the plan does not cut the weight this way; or a token is not in the vocabulary.
         CollectiveError: ``tokens`` have no ``sequence_dim``, or the axis does not divide it.
 
-    >>> import torch, fshard as fs
     >>> one = fs.make_mesh((1,), ("tp",))
-    >>> vocab_embedding(torch.tensor([2, 0]), torch.eye(3), mesh=one)
+    >>> fs.parallel.vocab_embedding(torch.tensor([2, 0]), torch.eye(3), mesh=one)
     tensor([[0., 0., 1.],
             [1., 0., 0.]])
     """
@@ -84,9 +83,8 @@ def vocab_cross_entropy(
     Raises:
         PlanError: shapes that do not fit, a target outside of the vocabulary, an unknown reduction.
 
-    >>> import torch, fshard as fs
     >>> one = fs.make_mesh((1,), ("tp",))
-    >>> vocab_cross_entropy(torch.zeros(5, 4), torch.tensor([0, 1, 2, 3, 0]), mesh=one)  # log(4)
+    >>> fs.parallel.vocab_cross_entropy(torch.zeros(5, 4), torch.tensor([0, 1, 2, 3, 0]), mesh=one)  # log(4)
     tensor(1.3863)
     """
     if reduction not in ("mean", "sum", "none"):
@@ -120,7 +118,7 @@ def padded(vocab: int, parts: int) -> int:
         vocab: the number of tokens.
         parts: the ranks along the tensor-parallel axis.
 
-    >>> padded(50257, 4)
+    >>> fs.parallel.padded(50257, 4)
     50260
     """
     return -(-vocab // parts) * parts

@@ -26,7 +26,7 @@ def zigzag(x: Tensor, parts: int, dim: int = 1) -> Tensor:
     Raises:
         PlanError: its length is not a multiple of ``2 * parts``.
 
-    >>> zigzag(torch.arange(8), 2, 0)
+    >>> fs.parallel.zigzag(torch.arange(8), 2, 0)
     tensor([0, 1, 6, 7, 2, 3, 4, 5])
     """
     _expect("zigzag", x)
@@ -41,7 +41,7 @@ def unzigzag(x: Tensor, parts: int, dim: int = 1) -> Tensor:
         parts: the ranks along the axis of the sequence.
         dim: the dim of the sequence.
 
-    >>> unzigzag(zigzag(torch.arange(8), 2, 0), 2, 0)
+    >>> fs.parallel.unzigzag(fs.parallel.zigzag(torch.arange(8), 2, 0), 2, 0)
     tensor([0, 1, 2, 3, 4, 5, 6, 7])
     """
     _expect("unzigzag", x)
@@ -61,9 +61,8 @@ def zigzag_slice(x: Tensor, dim: int = 1, *, axis: AxisName = "cp", mesh: Mesh |
     Raises:
         PlanError: its length is not a multiple of twice the size of the axis.
 
-    >>> from fshard.played.virtual import virtual_mesh
-    >>> mesh = virtual_mesh((2,), ("cp",))
-    >>> mesh.run(lambda: zigzag_slice(torch.arange(8), 0, mesh=mesh))
+    >>> mesh = fs.virtual_mesh((2,), ("cp",))
+    >>> mesh.run(lambda: fs.parallel.zigzag_slice(torch.arange(8), 0, mesh=mesh))
     [tensor([0, 1, 6, 7]), tensor([2, 3, 4, 5])]
     """
     parts, index = collectives.axis_size(axis, mesh=mesh), collectives.axis_index(axis, mesh=mesh)
@@ -85,9 +84,8 @@ def zigzag_positions(length: int, *, axis: AxisName = "cp", device: object = Non
     Raises:
         PlanError: the length is odd.
 
-    >>> from fshard.played.virtual import virtual_mesh
-    >>> mesh = virtual_mesh((2,), ("cp",))
-    >>> mesh.run(lambda: zigzag_positions(2, mesh=mesh))
+    >>> mesh = fs.virtual_mesh((2,), ("cp",))
+    >>> mesh.run(lambda: fs.parallel.zigzag_positions(2, mesh=mesh))
     [tensor([0, 3]), tensor([1, 2])]
     """
     parts, index = collectives.axis_size(axis, mesh=mesh), collectives.axis_index(axis, mesh=mesh)

@@ -31,7 +31,7 @@ def add(x: Any, y: Any, alpha: Number = 1.0) -> Any:
         TreeError: ``y`` has leaves that ``x`` has not, or of other shapes, or cut at other elements, as those of
             another subtree of one model can be.
 
-    >>> add({"w": torch.ones(2)}, {"w": torch.ones(2)}, alpha=-0.5)
+    >>> fs.tree.add({"w": torch.ones(2)}, {"w": torch.ones(2)}, alpha=-0.5)
     {'w': tensor([0.5000, 0.5000])}
     """
     left, right = known_flat(x), known_flat(y)
@@ -62,7 +62,7 @@ def scale(x: Any, alpha: Number) -> Any:
         x: a tree of tensors.
         alpha: a number, or a 0-dim tensor such as ``fs.tree.norm`` returns.
 
-    >>> scale({"w": torch.ones(2)}, 3.0)
+    >>> fs.tree.scale({"w": torch.ones(2)}, 3.0)
     {'w': tensor([3., 3.])}
     """
     return _each(x, lambda leaf: leaf * alpha)

@@ -59,7 +59,6 @@ class ValueAndGrad(OneFunction):
         params: the form of the parameters.
         grads: the form of the gradients.
 
-    >>> import fshard as fs, torch
     >>> plan = fs.make_plan({"w": torch.ones(2)}, fs.make_mesh((1,), ("data",)), [(".*", fs.fsdp("data"))])
     >>> opt = fs.optim.sgd(0.5)
     >>> state = fs.init_state(plan, opt, params={"w": torch.ones(2)})
@@ -237,7 +236,6 @@ def value_and_grad(
     Raises:
         PlanError: an invalid option; ``only=`` that matches no trained leaf.
 
-    >>> import fshard as fs
     >>> params = {"w": torch.ones(3), "b": torch.ones(3)}
     >>> plan = fs.make_plan(params, fs.make_mesh((1,), ("data",)), [(".*", fs.fsdp("data"))])
     >>> def loss_fn(params, x):

@@ -62,7 +62,6 @@ def make_update(
     Raises:
         PlanError: an invalid option; an optimizer that does not fit the plan.
 
-    >>> import fshard as fs, torch
     >>> params = {"w": torch.ones(3), "b": torch.ones(3)}
     >>> plan = fs.make_plan(params, fs.make_mesh((1,), ("data",)), [(".*", fs.fsdp("data"))])
     >>> opt = fs.optim.sgd(0.5)

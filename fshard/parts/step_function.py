@@ -32,7 +32,6 @@ class Step(LatestRun):
     A step is atomic: if it raises, on this rank or on another, every state that it was given is as it was before, bit
     for bit, and can be used again.
 
-    >>> import fshard as fs, torch
     >>> plan = fs.make_plan({"w": torch.ones(2)}, fs.make_mesh((1,), ("data",)), [(".*", fs.fsdp("data"))])
     >>> opt = fs.optim.sgd(0.5)
     >>> state = fs.init_state(plan, opt, params={"w": torch.ones(2)})
@@ -181,7 +180,6 @@ def make_step(
     Raises:
         PlanError: an invalid option.
 
-    >>> import fshard as fs, torch
     >>> params = {"w": torch.ones(3)}
     >>> plan = fs.make_plan(params, fs.make_mesh((1,), ("data",)), [(".*", fs.fsdp("data"))])
     >>> opt = fs.optim.sgd(0.5)
@@ -191,7 +189,7 @@ def make_step(
     ...     loss, grads = grad(state, batch)
     ...     state, metrics = update(state, grads)
     ...     return state, {"loss": loss, "norm": metrics.grad_norm}
-    >>> step = make_step(fn, plan)
+    >>> step = fs.make_step(fn, plan)
     >>> state, metrics = step(fs.init_state(plan, opt, params=params), torch.ones(3))
     >>> state.params["w"], metrics["loss"]
     (tensor([0.5000, 0.5000, 0.5000]), tensor(3.))

@@ -36,7 +36,6 @@ class Stages:
     Raises:
         PlanError: a value of another type.
 
-    >>> import fshard as fs, torch
     >>> params = fs.tree.nest({f"layers.{n}.w": torch.zeros(4, 4) for n in range(4)})
     >>> mesh = fs.abstract_mesh((2, 2), ("stage", "data"))
     >>> plan = fs.make_plan(params, mesh, [(".*", fs.fsdp("data"))], batch=fs.P("data"), units=["layers.*"],

@@ -78,11 +78,8 @@ def shard_map(
         TreeError: specs are not a prefix of the arguments or the result.
         CommError: ``f`` raised on another rank, while this one waited for it.
 
-    >>> import torch
-    >>> from fshard.collectives import psum
-    >>> from fshard.played.virtual import virtual_mesh
-    >>> mesh = virtual_mesh((4,), ("data",))
-    >>> mean = shard_map(lambda x: psum(x.sum(), "data") / 8, mesh, P("data"), P())
+    >>> mesh = fs.virtual_mesh((4,), ("data",))
+    >>> mean = fs.shard_map(lambda x: fs.collectives.psum(x.sum(), "data") / 8, mesh, fs.P("data"), fs.P())
     >>> mean(torch.arange(8.0)), torch.func.grad(mean)(torch.arange(8.0))[0]
     (tensor(3.5000), tensor(0.1250))
     """

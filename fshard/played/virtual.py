@@ -28,7 +28,7 @@ class VirtualMesh(Mesh):
     Inside of ``run`` it is the mesh of the rank that runs. Outside the caller stands for all ranks, as in JAX: steps
     take global batches, and states show whole tensors.
 
-    >>> mesh = virtual_mesh((2,), ("data",))
+    >>> mesh = fs.virtual_mesh((2,), ("data",))
     >>> mesh, mesh.run(lambda: mesh.rank)
     (VirtualMesh(sizes=(2,), axis_names=('data',)), [0, 1])
     """
@@ -90,7 +90,7 @@ class VirtualMesh(Mesh):
         Raises:
             TreeError: a value differs between ranks, so that it is none of all ranks.
 
-        >>> virtual_mesh((2,), ("data",)).join([{"loss": 1.5}, {"loss": 1.5}])
+        >>> fs.virtual_mesh((2,), ("data",)).join([{"loss": 1.5}, {"loss": 1.5}])
         {'loss': 1.5}
         """
         return join(results, self.size)
@@ -116,9 +116,8 @@ class VirtualMesh(Mesh):
             CommError: the ranks wait for each other, or disagree on a collective; the message locates each rank.
             TransformError: called under a transform of torch.func: transform the function, or use ``fs.shard_map``.
 
-        >>> from fshard.collectives import axis_index, psum
-        >>> mesh = virtual_mesh((3,), ("data",))
-        >>> mesh.run(lambda: psum(axis_index("data", mesh=mesh), "data", mesh=mesh))
+        >>> mesh = fs.virtual_mesh((3,), ("data",))
+        >>> mesh.run(lambda: fs.collectives.psum(fs.collectives.axis_index("data", mesh=mesh), "data", mesh=mesh))
         [0, 3, 6]
         """
         if peek_interpreter_stack() is not None:
@@ -195,7 +194,7 @@ def virtual_mesh(sizes: Sequence[int], axis_names: Sequence[str], *, device: str
     Raises:
         PlanError: names and sizes do not match, or the device does not exist.
 
-    >>> with virtual_mesh((2, 2), ("replica", "data")) as mesh:
+    >>> with fs.virtual_mesh((2, 2), ("replica", "data")) as mesh:
     ...     mesh.run(lambda: mesh.coords())
     [(0, 0), (0, 1), (1, 0), (1, 1)]
     """

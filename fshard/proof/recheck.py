@@ -172,7 +172,6 @@ def recheck(step: Any, *, every: int) -> Any:
     Raises:
         PlanError: not a train step; or one that updates in its backward, which cannot be computed again.
 
-    >>> import fshard as fs, torch
     >>> plan = fs.make_plan({"w": torch.ones(2)}, fs.make_mesh((1,), ("data",)), [(".*", fs.fsdp("data"))])
     >>> opt = fs.optim.sgd(0.5)
     >>> step = fs.make_train_step(lambda params, x: (params["w"] * x).sum(), opt, plan)

@@ -95,7 +95,6 @@ class Verified:
         first: the first output of a unit that differs; None in a returned value, since a difference raises.
         notes: what was not compared, and why.
 
-    >>> import fshard as fs, torch
     >>> model = fs.split(torch.nn.Linear(2, 1))
     >>> plan = fs.make_plan(model, fs.make_mesh((1,), ("data",)), [(".*", fs.fsdp("data"))])
     >>> opt = fs.optim.sgd(0.1)

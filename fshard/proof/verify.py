@@ -56,12 +56,11 @@ def verify(step: TrainStep, state: TrainState, batch: Any, *, rtol: float | None
         PlanError: the loss itself communicates, as tensor-parallel and expert-parallel layers do over their axes, so
             one rank alone cannot compute it. Verify it on a mesh on which these axes have one rank.
 
-    >>> import torch, fshard as fs
     >>> w = torch.tensor([[1.0, 2.0], [3.0, 4.0]])
     >>> plan = fs.make_plan({"w": w}, fs.make_mesh((1,), ("data",)), [(".*", fs.fsdp("data"))])
     >>> opt = fs.optim.sgd(0.1)
     >>> step = fs.make_train_step(lambda p, x: (x @ p["w"]).sum(), opt, plan)
-    >>> verify(step, fs.init_state(plan, opt, params={"w": w}), torch.ones(1, 2))
+    >>> fs.verify(step, fs.init_state(plan, opt, params={"w": w}), torch.ones(1, 2))
     leaf          plain   sharded  difference  verdict
     loss             10        10     0.0e+00  equal
     grad_norm         2         2     0.0e+00  equal

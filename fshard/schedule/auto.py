@@ -45,7 +45,7 @@ class Auto:
     Raises:
         PlanError: a value is not a positive amount; all such values are listed.
 
-    >>> Auto(memory=2**30, compute=50e9, wire=125e6).update
+    >>> fs.Auto(memory=2**30, compute=50e9, wire=125e6).update
     'deferred'
     """
 

@@ -37,7 +37,7 @@ class Link:
     Raises:
         PlanError: a rate that is not positive, or a negative latency.
 
-    >>> Link(125e6, latency=50e-6)  # 1 Gbit/s
+    >>> fs.sim.Link(125e6, latency=50e-6)  # 1 Gbit/s
     Link(bytes_per_s=125000000.0, latency=5e-05)
     """
 
@@ -100,7 +100,7 @@ class Costs:
     Raises:
         PlanError: a negative time, one of an unknown op, or something else than a link.
 
-    >>> Costs({("forward", "blocks.0"): 2e-3}, Link(125e6)).link
+    >>> fs.sim.Costs({("forward", "blocks.0"): 2e-3}, fs.sim.Link(125e6)).link
     Link(bytes_per_s=125000000.0, latency=0.0)
     """
 
@@ -268,8 +268,8 @@ def read_costs(path: str | os.PathLike[str]) -> Costs:
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
-    ...     Costs({}, Link(1e9)).save(f"{folder}/costs.json")
-    ...     read_costs(f"{folder}/costs.json").link.bytes_per_s
+    ...     fs.sim.Costs({}, fs.sim.Link(1e9)).save(f"{folder}/costs.json")
+    ...     fs.sim.read_costs(f"{folder}/costs.json").link.bytes_per_s
     1000000000.0
     """
     try:
@@ -317,7 +317,7 @@ class Noise:
     Raises:
         PlanError: a negative spread, or a factor that is not positive.
 
-    >>> Noise(ranks=0.02, ops=0.05).seed
+    >>> fs.sim.Noise(ranks=0.02, ops=0.05).seed
     0
     """
 

@@ -153,7 +153,7 @@ class Cluster:
         share: of the rates of links that a collective gets.
         hop: further seconds of latency for each doubling of the ranks.
 
-    >>> ib = Cluster(between=LINKS["ib400"], inside=LINKS["nvlink4"], per_host=8)
+    >>> ib = fs.sim.Cluster(between=fs.sim.LINKS["ib400"], inside=fs.sim.LINKS["nvlink4"], per_host=8)
     >>> ib.share
     0.85
     """

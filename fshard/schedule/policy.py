@@ -40,7 +40,7 @@ def keep(*units: str, last: int = 0) -> Keep:
     Raises:
         PlanError: neither is given, or a value is of another type.
 
-    >>> print(keep("embed", last=2))
+    >>> print(fs.keep("embed", last=2))
     keep("embed",last=2)
     """
     problems = [f"{unit!r} is not a pattern of unit names" for unit in units if not isinstance(unit, str) or not unit]
@@ -77,7 +77,7 @@ def secondary(*axes: str) -> Secondary:
     Raises:
         PlanError: no axis, or a value that is no name.
 
-    >>> print(secondary("local"))
+    >>> print(fs.secondary("local"))
     secondary("local")
     """
     problems = [f"{axis!r} is not the name of an axis" for axis in axes if not isinstance(axis, str) or not axis]
@@ -127,7 +127,7 @@ class Policy:
     Raises:
         PlanError: a value is of another type or out of range; all of them are listed.
 
-    >>> Policy()
+    >>> fs.Policy()
     Policy(prefetch=2, reduces=2, reshard=True, update='deferred', accumulation='sharded', pipeline='', graph='none')
     """
 

@@ -227,7 +227,6 @@ class Schedule:
         PlanError: a unit reads a group that does not exist, two groups have one name, accumulate is below 1, or the
             stages contradict each other. All problems are listed.
 
-    >>> import torch, fshard as fs
     >>> mesh = fs.abstract_mesh((4,), ("data",))
     >>> plan = fs.make_plan({"w": torch.zeros(6, 2)}, mesh, [(".*", fs.fsdp("data"))], batch=fs.P("data"))
     >>> step = fs.make_train_step(lambda params, x: (x @ params["w"]).sum(), fs.optim.sgd(0.1), plan)

@@ -48,7 +48,6 @@ class Simulation:
         by_rank: when each rank ends; empty where all are alike.
         clock: the type of the device, if this was measured by the clock of its host; None for a simulation.
 
-    >>> import fshard as fs, torch
     >>> params = {"w": torch.empty(64, 64, device="meta")}
     >>> plan = fs.make_plan(params, fs.abstract_mesh((2,), ("data",)), [(".*", fs.fsdp("data"))])
     >>> step = fs.make_train_step(lambda params, x: (x @ params["w"]).square().mean(), fs.optim.sgd(0.1), plan)
@@ -159,11 +158,12 @@ def simulate(schedule: Any, costs: Costs, mesh: Mesh | None = None, noise: Noise
             pipeline.
         ScheduleError: something is waited for that was never issued.
 
-    >>> from fshard.schedule import Call, GroupInfo, Link, Policy, Program, Transfer, build
+    >>> from fshard.schedule import Call, GroupInfo, Program, Transfer, build
     >>> group = GroupInfo("layer", 200, 100, 0, False, (Transfer("all_gather", "state", "param", sent=100),))
     >>> program = Program((Call("layer"),), (), {"layer": (0,)})
-    >>> schedule = build(program, [group], Policy(), train=False)
-    >>> print(simulate(schedule, Costs({("forward", "layer"): 2.0}, Link(bytes_per_s=100.0, latency=0.5))))
+    >>> schedule = build(program, [group], fs.Policy(), train=False)
+    >>> costs = fs.sim.Costs({("forward", "layer"): 2.0}, fs.sim.Link(bytes_per_s=100.0, latency=0.5))
+    >>> print(fs.sim.simulate(schedule, costs))
     step 3.500 s: compute 2.000 s, wire 1.000 s for 100 B sent, exposed 1.500 s
        1.500 s  wait all_gather layer
     """

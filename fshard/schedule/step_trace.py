@@ -30,7 +30,6 @@ class Trace:
             only a run has found the program, and for steps of parts.
         batch_bytes: of the tensors of the batch, which a captured step copies.
 
-    >>> import torch, fshard as fs
     >>> params = {"w": torch.ones(4), "idle": torch.ones(4)}
     >>> plan = fs.make_plan(params, fs.abstract_mesh((2,), ("data",)), [(".*", fs.fsdp("data"))])
     >>> step = fs.make_train_step(lambda params, x: (params["w"] * x).sum(), fs.optim.sgd(0.1), plan)

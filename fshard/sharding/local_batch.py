@@ -30,8 +30,8 @@ class Rows:
     Attributes:
         value: any pytree. The loss function reads it as ``batch["boundary"].value``.
 
-    >>> import torch, fshard as fs
-    >>> plan = fs.make_plan({"w": torch.zeros(4)}, fs.abstract_mesh((2,), ("data",)), [(".*", P())], batch=P("data"))
+    >>> mesh = fs.abstract_mesh((2,), ("data",))
+    >>> plan = fs.make_plan({"w": torch.zeros(4)}, mesh, [(".*", fs.P())], batch=fs.P("data"))
     >>> part = plan.local_batch({"inside": torch.zeros(8, 2), "boundary": fs.Rows(torch.zeros(4, 2))})
     >>> part["inside"].shape, part["boundary"].value.shape
     (torch.Size([4, 2]), torch.Size([2, 2]))

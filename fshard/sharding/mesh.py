@@ -23,7 +23,7 @@ class Mesh:
     A mesh is a value. Made by ``fs.make_mesh`` it also carries the transport that joins its ranks; made by
     ``fs.abstract_mesh`` it carries none, and is good for planning without processes.
 
-    >>> mesh = abstract_mesh((2, 4), ("replica", "data"), rank=6)
+    >>> mesh = fs.abstract_mesh((2, 4), ("replica", "data"), rank=6)
     >>> mesh.coords(), mesh.ranks(("data",)), mesh.ranks(("replica",))
     ((1, 2), (4, 5, 6, 7), (2, 6))
     """
@@ -190,7 +190,7 @@ def abstract_mesh(sizes: Sequence[int], axis_names: Sequence[str], *, rank: int 
     Raises:
         PlanError: names and sizes do not match, a name occurs twice, or the rank is outside of the mesh.
 
-    >>> mesh = abstract_mesh((2, 4), ("replica", "data"), rank=5)
+    >>> mesh = fs.abstract_mesh((2, 4), ("replica", "data"), rank=5)
     >>> mesh.size, mesh.coords()
     (8, (1, 1))
     """

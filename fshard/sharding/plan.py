@@ -52,7 +52,6 @@ class Plan:
         stages: the stages of a pipeline; None without.
         whole: of a plan of this rank's stages alone, that of all stages; else None.
 
-    >>> import torch, fshard as fs
     >>> mesh = fs.abstract_mesh((4,), ("data",))
     >>> plan = fs.make_plan({"w": torch.zeros(6, 2)}, mesh, [(".*", fs.fsdp("data"))], batch=fs.P("data"))
     >>> plan.leaves["w"].shape, plan.data_size, len(plan.groups)
@@ -116,9 +115,8 @@ class Plan:
             TreeError: the size of a dim is not a multiple of the ranks that share it, an array is not a tensor, or no
                 tensor has rows.
 
-        >>> import fshard as fs
         >>> mesh = fs.abstract_mesh((2, 2), ("data", "tp"), rank=3)
-        >>> plan = fs.make_plan({"w": torch.zeros(4)}, mesh, [("w", fs.fsdp("data"))], batch=P("data"))
+        >>> plan = fs.make_plan({"w": torch.zeros(4)}, mesh, [("w", fs.fsdp("data"))], batch=fs.P("data"))
         >>> plan.data_rank, plan.local_batch({"x": torch.arange(4)})
         (1, {'x': tensor([2, 3])})
         """
@@ -174,10 +172,9 @@ class Plan:
             stages: the new stages of a pipeline; None for none, ``...`` keeps the old ones.
             others: nothing else can be replaced: a PlanError.
 
-        >>> import fshard as fs
         >>> mesh = fs.abstract_mesh((2,), ("data",))
-        >>> plan = make_plan({"w": torch.zeros(4)}, mesh, [fs.Rule("w", P("data"), trainable=False)])
-        >>> plan.replace(rules=[("w", P("data"))]).leaves["w"].trainable
+        >>> plan = fs.make_plan({"w": torch.zeros(4)}, mesh, [fs.Rule("w", fs.P("data"), trainable=False)])
+        >>> plan.replace(rules=[("w", fs.P("data"))]).leaves["w"].trainable
         True
         """
         if self.whole is not None:
@@ -204,9 +201,8 @@ class Plan:
         Raises:
             PlanError: it matches no trained leaf.
 
-        >>> import fshard as fs
         >>> params = {"a": torch.zeros(4), "b": torch.zeros(4)}
-        >>> plan = make_plan(params, fs.abstract_mesh((2,), ("data",)), [(".*", fs.fsdp("data"))])
+        >>> plan = fs.make_plan(params, fs.abstract_mesh((2,), ("data",)), [(".*", fs.fsdp("data"))])
         >>> [path for path, leaf in plan.only("b").leaves.items() if leaf.trainable]
         ['b']
         """
@@ -319,7 +315,6 @@ def make_plan(
     Raises:
         PlanError: invalid arguments; one report names every problem of one kind.
 
-    >>> import fshard as fs, torch
     >>> params = {"w": torch.zeros(4, 2), "b": torch.zeros(2)}
     >>> plan = fs.make_plan(params, fs.abstract_mesh((2,), ("data",)), [(".*", fs.fsdp("data"))])
     >>> plan.groups[0].chunk

@@ -50,7 +50,7 @@ class Rule:
         update_on: the side of the update, ``"device"`` or ``"host"``. Tensors on the other side are copied there and
             back. By default the host if parameters and state are both there, else the device.
 
-    >>> Rule("embed.*", P("data"), trainable=False)
+    >>> fs.Rule("embed.*", fs.P("data"), trainable=False)
     Rule('embed.*', P('data'), trainable=False)
     """
 

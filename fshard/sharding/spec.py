@@ -28,7 +28,7 @@ class P:
         flat: the axis or axes that flat-shard the rest of the leaf: the leaf becomes a range of its group's flat
             buffer, which is cut into equal chunks. It divides leaves of any size.
 
-    >>> P("tp", None, flat="data")
+    >>> fs.P("tp", None, flat="data")
     P('tp', None, flat='data')
     """
 
@@ -79,7 +79,7 @@ class fsdp:  # noqa: N801 - reads as the function it is in a rule
         axis: the axis, or a tuple of axes.
         min_size: leaves of fewer elements are replicated instead.
 
-    >>> fsdp("data", min_size=100)((8, 8)), fsdp("data")((8, 8))
+    >>> fs.fsdp("data", min_size=100)((8, 8)), fs.fsdp("data")((8, 8))
     (P(), P(flat='data'))
     """
 

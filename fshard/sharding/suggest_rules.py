@@ -49,9 +49,8 @@ def suggest_rules(model: nn.Module | Model | Mapping[str, Any], mesh: Mesh) -> l
     Raises:
         PlanError: arguments of other types, or a mesh on which no axis is left.
 
-    >>> import fshard as fs
     >>> mesh = fs.abstract_mesh((2, 4), ("replica", "data"))
-    >>> suggest_rules(nn.Linear(4, 4), mesh)
+    >>> fs.suggest_rules(torch.nn.Linear(4, 4), mesh)
     [('.*', fsdp(axis='data', min_size=0))]
     """
     meant = "an nn.Module, what fs.split returned, or a nested dict of tensors"

@@ -172,7 +172,7 @@ class Wire:
     Raises:
         PlanError: an unknown format, or a value of another type or out of range.
 
-    >>> Wire(gather="int8", reduce={"replica": "int4"})
+    >>> fs.Wire(gather="int8", reduce={"replica": "int4"})
     Wire(gather='int8', reduce={'replica': 'int4'})
     """
 
@@ -219,7 +219,7 @@ class Wire:
     def over(self, kind: str, axes: Axes) -> WireFormat | None:
         """The format of a kind of transfer over these axes; None where it is exact.
 
-        >>> print(Wire(reduce={"replica": "int4"}).over("replica_reduce", ("replica",)))
+        >>> print(fs.Wire(reduce={"replica": "int4"}).over("replica_reduce", ("replica",)))
         int4/256
         """
         field = FIELDS.get(kind, "")

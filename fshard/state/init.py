@@ -64,13 +64,12 @@ def init_state(
         PlanError: a leaf without an initializer, a rule that matches nothing, or an optimizer that does not fit.
         TreeError: ``params`` or ``shards`` is not the plan's tree, or holds values that the plan's dtypes would round.
 
-    >>> import fshard as fs
     >>> mesh, w = fs.make_mesh((1,), ("data",)), torch.tensor([[1.0, 2.0], [3.0, 4.0]])
     >>> plan = fs.make_plan({"w": w}, mesh, [(".*", fs.fsdp("data"))])
-    >>> state = init_state(plan, fs.optim.sgd(0.1, momentum=0.9), params={"w": w})
+    >>> state = fs.init_state(plan, fs.optim.sgd(0.1, momentum=0.9), params={"w": w})
     >>> state.step, state.params["w"], list(state.opt_state)
     (0, tensor([1., 2., 3., 4.]), ['momentum_buffer'])
-    >>> init_state(plan, fs.optim.sgd(0.1), seed=1, init=[("w", fs.init.ones())]).params["w"]
+    >>> fs.init_state(plan, fs.optim.sgd(0.1), seed=1, init=[("w", fs.init.ones())]).params["w"]
     tensor([1., 1., 1., 1.])
     """
     expect(
@@ -179,10 +178,9 @@ def shard(full: Mapping[str, Any], plan: Plan) -> dict[str, Any]:
     Raises:
         TreeError: leaves are missing, unknown or of another shape, or of a dtype that the plan's would round.
 
-    >>> import fshard as fs
     >>> mesh, w = fs.make_mesh((1,), ("data",)), torch.tensor([[1.0, 2.0], [3.0, 4.0]])
     >>> plan = fs.make_plan({"w": w}, mesh, [(".*", fs.fsdp("data"))])
-    >>> shard({"w": w}, plan)  # all of it, on a mesh of one
+    >>> fs.shard({"w": w}, plan)  # all of it, on a mesh of one
     {'w': tensor([1., 2., 3., 4.])}
     """
     expect("fs.shard(full, plan)", [("plan", plan, Plan, "what fs.make_plan returned")])
@@ -229,10 +227,9 @@ def unshard(params: Mapping[str, Any], plan: Plan) -> dict[str, Any]:
         TreeError: ``params`` is not this rank's part of the plan's tree.
         PlanError: the plan's mesh is abstract.
 
-    >>> import fshard as fs
     >>> mesh, w = fs.make_mesh((1,), ("data",)), torch.tensor([[1.0, 2.0], [3.0, 4.0]])
     >>> plan = fs.make_plan({"w": w}, mesh, [(".*", fs.fsdp("data"))])
-    >>> unshard({"w": torch.arange(4.0)}, plan)["w"]
+    >>> fs.unshard({"w": torch.arange(4.0)}, plan)["w"]
     tensor([[0., 1.],
             [2., 3.]])
     """

@@ -117,13 +117,12 @@ def reshard_state(state: TrainState, plan: Plan, opt: Optimizer | None) -> Train
         PlanError: the plan is for other leaves, or another mesh.
         TreeError: the optimizer keeps something else than the state holds.
 
-    >>> import fshard as fs
     >>> mesh, w = fs.make_mesh((1,), ("data",)), torch.tensor([[1.0, 2.0], [3.0, 4.0]])
     >>> plan = fs.make_plan({"w": w}, mesh, [(".*", fs.fsdp("data"))])
     >>> opt = fs.optim.sgd(0.1)
     >>> state = fs.init_state(plan, opt, params={"w": w})
     >>> whole = plan.replace(rules=[(".*", fs.P())])
-    >>> reshard_state(state, whole, opt).params["w"].shape
+    >>> fs.reshard_state(state, whole, opt).params["w"].shape
     torch.Size([2, 2])
     """
     wants: list[Want] = [

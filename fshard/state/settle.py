@@ -39,9 +39,8 @@ def settle(state: TrainState) -> TrainState:
         ScheduleError: ranks are at different calls, on all of them alike.
         StateError: the update failed half-way on a rank; the same error on all of them.
 
-    >>> import fshard as fs
     >>> plan = fs.make_plan({"w": torch.ones(2)}, fs.make_mesh((1,), ("data",)), [(".*", fs.fsdp("data"))])
-    >>> settle(fs.init_state(plan, fs.optim.sgd(0.1), params={"w": torch.ones(2)})).params
+    >>> fs.settle(fs.init_state(plan, fs.optim.sgd(0.1), params={"w": torch.ones(2)})).params
     {'w': tensor([1., 1.])}
     """
     expect("settle(state)", [("state", state, TrainState, "what a step returned")])
@@ -95,11 +94,9 @@ def averaged(state: TrainState, name: str = "ema") -> TrainState:
         TreeError: the state holds no such average.
         DonatedError: the state was donated to a step.
 
-    >>> import torch
-    >>> import fshard as fs
     >>> opt, params = fs.optim.ema(fs.optim.sgd(0.1), 0.9), {"w": torch.ones(2)}
     >>> plan = fs.make_plan(params, fs.make_mesh((1,), ("data",)), [(".*", fs.fsdp("data"))])
-    >>> averaged(fs.init_state(plan, opt, params=params)).params
+    >>> fs.averaged(fs.init_state(plan, opt, params=params)).params
     {'w': tensor([1., 1.])}
     """
     expect("averaged(state)", [("state", state, TrainState, "what a step returned")])

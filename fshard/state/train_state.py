@@ -81,10 +81,9 @@ class TrainState:
         summed: whether what rounding has left out, ``opt_state["residual"]``, is of sums over the elements of
             ``fs.Mean``, and not of means; None before the first step, or without ``fs.Wire(feedback=)``.
 
-    >>> import fshard as fs
     >>> plan = fs.make_plan({"w": torch.ones(2)}, fs.make_mesh((1,), ("data",)), [(".*", fs.fsdp("data"))])
     >>> state = fs.init_state(plan, fs.optim.sgd(0.1), params={"w": torch.ones(2)})
-    >>> double = tree.map(lambda leaf: 2 * leaf if isinstance(leaf, Tensor) else leaf, state)
+    >>> double = fs.tree.map(lambda leaf: 2 * leaf if isinstance(leaf, torch.Tensor) else leaf, state)
     >>> double.params, double == state, double.step
     ({'w': tensor([2., 2.])}, False, 0)
     """
@@ -195,7 +194,6 @@ class TrainState:
             DonatedError: this state was donated to a step.
             TreeError: leaves are missing, unknown, or of other shapes.
 
-        >>> import fshard as fs
         >>> plan = fs.make_plan({"w": torch.ones(2)}, fs.make_mesh((1,), ("data",)), [(".*", fs.fsdp("data"))])
         >>> state = fs.init_state(plan, fs.optim.sgd(0.1), params={"w": torch.ones(2)})
         >>> state.replace(params=fs.tree.scale(state.params, 3.0)).params

@@ -24,11 +24,11 @@ class JsonLines:
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
-    ...     tracker = JsonLines(f"{folder}/run.jsonl")
+    ...     tracker = fs.trackers.JsonLines(f"{folder}/run.jsonl")
     ...     tracker.begin(0, {})
     ...     tracker.log(1, {"loss": 0.5})
     ...     tracker.close()
-    ...     read_lines(f"{folder}/run.jsonl")
+    ...     fs.trackers.read_lines(f"{folder}/run.jsonl")
     [{'step': 1, 'loss': 0.5}]
     """
 
@@ -80,7 +80,7 @@ def read_lines(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
     >>> with tempfile.NamedTemporaryFile("w") as file:
     ...     _ = file.write('{"step": 1, "loss": 0.5}')
     ...     file.flush()
-    ...     read_lines(file.name)
+    ...     fs.trackers.read_lines(file.name)
     [{'step': 1, 'loss': 0.5}]
     """
     records = []

@@ -229,7 +229,7 @@ def track(
     Raises:
         PlanError: an invalid argument.
 
-    >>> import fshard as fs, tempfile
+    >>> import tempfile
     >>> mesh = fs.make_mesh((1,), ("data",))
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     with fs.track([fs.trackers.JsonLines(f"{folder}/run.jsonl")], mesh) as record:

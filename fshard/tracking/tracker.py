@@ -36,7 +36,6 @@ class Tracker(Protocol):
     ...         print(step, dict(scalars))
     ...     def close(self):
     ...         print("over")
-    >>> import fshard as fs
     >>> with fs.track([Printed()], fs.make_mesh((1,), ("data",))) as track:
     ...     track(1, {"loss": 0.5})
     from step 1
@@ -152,8 +151,7 @@ def scalars(values: Any) -> dict[str, float]:
             method ``scalars`` says itself what it holds. Tensors of one element count, others do not. Those on an
             accelerator are read at once.
 
-    >>> import torch
-    >>> scalars({"loss": torch.tensor(0.5), "gan": {"real": 1, "name": "x"}, "rows": torch.ones(3)})
+    >>> fs.trackers.scalars({"loss": torch.tensor(0.5), "gan": {"real": 1, "name": "x"}, "rows": torch.ones(3)})
     {'loss': 0.5, 'gan/real': 1}
     """
     found = dict(_numbers("", values))

@@ -26,7 +26,7 @@ class Whole:
     Args:
         value: any pytree, such as ``model.buffers``. The loss function reads it as ``batch["buffers"].value``.
 
-    >>> Whole({"angles": 3})
+    >>> fs.Whole({"angles": 3})
     Whole({'angles': 3})
     """
 
@@ -86,9 +86,8 @@ def sync_buffers(
         PlanError: no rule matches a buffer, a rule matches none, or it says neither ``"mean"`` nor ``"local"``.
         TreeError: a leaf is not stacked.
 
-    >>> import fshard as fs
     >>> plan = fs.make_plan({"w": torch.ones(2)}, fs.make_mesh((1,), ("data",)), [(".*", fs.P())])
-    >>> sync_buffers({"norm": {"mean": torch.tensor([[1.0], [3.0]])}}, plan, microbatches=2)
+    >>> fs.sync_buffers({"norm": {"mean": torch.tensor([[1.0], [3.0]])}}, plan, microbatches=2)
     {'norm': {'mean': tensor([2.])}}
     """
     wants: list[Want] = [

@@ -59,7 +59,7 @@ class Preemption:
         signals: the signals. Slurm sends the one in ``--signal``; torchrun and most others send SIGTERM.
 
     >>> import os, signal
-    >>> with Preemption() as preemption:
+    >>> with fs.Preemption() as preemption:
     ...     os.kill(os.getpid(), signal.SIGTERM)
     ...     preemption.asked == signal.SIGTERM
     True
@@ -139,7 +139,7 @@ def train_loop(
         CheckpointError: a checkpoint cannot be read or written.
         Exception: the errors of the step. Nothing is saved then: the last checkpoint is good.
 
-    >>> import fshard as fs, tempfile, torch
+    >>> import tempfile
     >>> plan = fs.make_plan({"w": torch.ones(3)}, fs.make_mesh((-1,), ("data",)), [(".*", fs.fsdp("data"))])
     >>> opt = fs.optim.sgd(0.1)
     >>> step = fs.make_train_step(lambda params, batch: (params["w"] * batch).sum(), opt, plan)

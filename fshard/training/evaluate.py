@@ -31,7 +31,6 @@ from fshard.training.padding_check import PaddingCheck, numbers_of, padding_of, 
 class EvalStep(OneFunction):
     """``evaluate(state, batch) -> result``. Made by ``fs.make_eval_step``.
 
-    >>> import fshard as fs, torch
     >>> plan = fs.make_plan({"w": torch.ones(2)}, fs.make_mesh((1,), ("data",)), [(".*", fs.fsdp("data"))])
     >>> opt = fs.optim.sgd(0.5)
     >>> state = fs.init_state(plan, opt, params={"w": torch.ones(2)})
@@ -136,11 +135,10 @@ def make_eval_step(
     Raises:
         PlanError: an invalid option.
 
-    >>> import fshard as fs
     >>> mesh, w = fs.make_mesh((1,), ("data",)), torch.tensor([[1.0, 2.0], [3.0, 4.0]])
     >>> plan = fs.make_plan({"w": w}, mesh, [(".*", fs.fsdp("data"))])
     >>> state = fs.init_state(plan, fs.optim.sgd(0.1), params={"w": w})
-    >>> evaluate = make_eval_step(lambda params, batch: {"mean": (batch @ params["w"]).mean()}, plan)
+    >>> evaluate = fs.make_eval_step(lambda params, batch: {"mean": (batch @ params["w"]).mean()}, plan)
     >>> evaluate(state, torch.ones(1, 2))
     {'mean': tensor(5.)}
     """

@@ -101,11 +101,10 @@ def make_train_step(
     Raises:
         PlanError: an invalid option; ``compile="inductor"`` without a C++ compiler.
 
-    >>> import torch, fshard as fs
     >>> mesh, w = fs.make_mesh((1,), ("data",)), torch.tensor([[1.0, 2.0], [3.0, 4.0]])
     >>> plan = fs.make_plan({"w": w}, mesh, [(".*", fs.fsdp("data"))])
     >>> opt = fs.optim.sgd(0.1)
-    >>> step = make_train_step(lambda params, batch: (batch @ params["w"]).sum(), opt, plan)
+    >>> step = fs.make_train_step(lambda params, batch: (batch @ params["w"]).sum(), opt, plan)
     >>> state, metrics = step(fs.init_state(plan, opt, params={"w": w}), torch.ones(1, 2))
     >>> metrics.loss, state.step, state.params["w"]
     (tensor(10.), 1, tensor([0.9000, 1.9000, 2.9000, 3.9000]))

@@ -86,7 +86,6 @@ class Metrics:
         elements: the elements of the global batch, such as its tokens, if the loss is an ``fs.Mean``; else 0.
         ran: how the step ran on this rank.
 
-    >>> import fshard as fs, torch
     >>> plan = fs.make_plan({"w": torch.ones(2)}, fs.make_mesh((1,), ("data",)), [(".*", fs.fsdp("data"))])
     >>> opt = fs.optim.sgd(0.5)
     >>> state = fs.init_state(plan, opt, params={"w": torch.ones(2)})
@@ -138,7 +137,7 @@ class Metrics:
         of the step before without waiting for others, and the rank that took the most. Of ``aux`` it has the values
         that are numbers.
 
-        >>> metrics = Metrics(torch.tensor(0.5), torch.tensor(2.0), {"accuracy": torch.tensor(0.75)}, lr=0.1)
+        >>> metrics = fs.types.Metrics(torch.tensor(0.5), torch.tensor(2.0), {"accuracy": torch.tensor(0.75)}, lr=0.1)
         >>> metrics.scalars()
         {'loss': 0.5, 'grad_norm': 2.0, 'lr': 0.1, 'skipped': False, 'aux/accuracy': 0.75, 'seconds': 0.0}
         """

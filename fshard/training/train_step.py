@@ -64,7 +64,6 @@ class TrainStep(OneFunction):
     was given is as it was before, bit for bit, and can be used again. With ``update="in_backward"`` a step that fails
     may have updated some groups already.
 
-    >>> import fshard as fs, torch
     >>> plan = fs.make_plan({"w": torch.ones(2)}, fs.make_mesh((1,), ("data",)), [(".*", fs.fsdp("data"))])
     >>> opt = fs.optim.sgd(0.5)
     >>> state = fs.init_state(plan, opt, params={"w": torch.ones(2)})

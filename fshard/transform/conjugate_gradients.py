@@ -28,12 +28,12 @@ class Solution(NamedTuple):
         history: the norm of the residual at the start, and after each iteration.
         converged: whether the last of them is within the tolerance.
 
-    >>> import fshard as fs
     >>> plan = fs.make_plan({"w": torch.ones(2)}, fs.make_mesh((1,), ("data",)), [(".*", fs.fsdp("data"))])
     >>> diagonal = torch.tensor([1.0, 2.0])
     >>> half = fs.func.cg(lambda v: {"w": diagonal * v["w"]}, {"w": torch.ones(2)}, plan, maxiter=1)
     >>> saved = half._asdict()
-    >>> fs.func.cg(lambda v: {"w": diagonal * v["w"]}, {"w": torch.ones(2)}, plan, resume=Solution(**saved)).iterations
+    >>> resume = fs.func.Solution(**saved)
+    >>> fs.func.cg(lambda v: {"w": diagonal * v["w"]}, {"w": torch.ones(2)}, plan, resume=resume).iterations
     2
     """
 
@@ -244,10 +244,9 @@ def cg(
         ReplicationError: ranks differ in their arguments.
         PeerError: another rank failed.
 
-    >>> import fshard as fs
     >>> plan = fs.make_plan({"w": torch.ones(3)}, fs.make_mesh((1,), ("data",)), [(".*", fs.fsdp("data"))])
     >>> diagonal = torch.tensor([1.0, 2.0, 4.0])
-    >>> found = cg(lambda v: {"w": diagonal * v["w"]}, {"w": torch.ones(3)}, plan)
+    >>> found = fs.func.cg(lambda v: {"w": diagonal * v["w"]}, {"w": torch.ones(3)}, plan)
     >>> found.x["w"].round(decimals=4), found.iterations, found.converged
     (tensor([1.0000, 0.5000, 0.2500]), 3, True)
     """

@@ -88,10 +88,9 @@ def jvp(
     Returns:
         The function. ``v`` is a tree of shards like ``params``; its values for frozen leaves are ignored.
 
-    >>> import torch, fshard as fs
     >>> mesh, w = fs.make_mesh((1,), ("data",)), torch.tensor([[1.0, 2.0], [3.0, 4.0]])
     >>> plan = fs.make_plan({"w": w}, mesh, [(".*", fs.fsdp("data"))])
-    >>> along = jvp(lambda params, batch: (batch @ params["w"]).sum(), plan)
+    >>> along = fs.func.jvp(lambda params, batch: (batch @ params["w"]).sum(), plan)
     >>> along({"w": w.flatten()}, {"w": torch.ones(4)}, torch.ones(1, 2))
     (tensor(10.), tensor(4.))
     """

@@ -176,10 +176,10 @@ def gnvp(
     Returns:
         The function. ``v`` and the product are trees of shards like ``params``, zero for frozen leaves.
 
-    >>> import fshard as fs
     >>> mesh, w = fs.make_mesh((1,), ("data",)), torch.tensor([[1.0, 2.0], [3.0, 4.0]])
     >>> plan = fs.make_plan({"w": w}, mesh, [(".*", fs.fsdp("data"))])
-    >>> product = gnvp(lambda params, batch: batch @ params["w"], lambda out, batch: out.square().sum() / 2, plan)
+    >>> loss = lambda out, batch: out.square().sum() / 2
+    >>> product = fs.func.gnvp(lambda params, batch: batch @ params["w"], loss, plan)
     >>> product({"w": torch.zeros(4)}, {"w": torch.ones(4)}, torch.tensor([[1.0, 2.0]]))
     {'w': tensor([3., 3., 6., 6.])}
     """

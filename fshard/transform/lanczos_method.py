@@ -28,7 +28,6 @@ class Lanczos(NamedTuple):
             the basis spans a space that the matrix maps into itself.
         basis: orthonormal trees of shards, one more than the diagonal has numbers, unless that last number is zero.
 
-    >>> import fshard as fs
     >>> plan = fs.make_plan({"w": torch.ones(2)}, fs.make_mesh((1,), ("data",)), [(".*", fs.fsdp("data"))])
     >>> found = fs.func.lanczos(lambda v: {"w": 3 * v["w"]}, {"w": torch.ones(2)}, plan, steps=2)
     >>> found.steps, found.eigenvalues, found.beside
@@ -211,10 +210,9 @@ def lanczos(
         ReplicationError: ranks differ in their arguments.
         PeerError: another rank failed.
 
-    >>> import fshard as fs
     >>> plan = fs.make_plan({"w": torch.ones(3)}, fs.make_mesh((1,), ("data",)), [(".*", fs.fsdp("data"))])
     >>> diagonal = torch.tensor([1.0, 2.0, 4.0])
-    >>> found = lanczos(lambda v: {"w": diagonal * v["w"]}, {"w": torch.ones(3)}, plan, steps=3)
+    >>> found = fs.func.lanczos(lambda v: {"w": diagonal * v["w"]}, {"w": torch.ones(3)}, plan, steps=3)
     >>> found.eigenvalues.round(decimals=4), found.vector(-1)["w"].abs().round(decimals=4)
     (tensor([1., 2., 4.], dtype=torch.float64), tensor([0., 0., 1.]))
     """

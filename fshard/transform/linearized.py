@@ -194,10 +194,10 @@ def linearize(fn: Callable[[Any, Any], Any], plan: Plan, *, reshard: bool = Fals
     Raises:
         PlanError: invalid arguments.
 
-    >>> import fshard as fs
     >>> mesh, w = fs.make_mesh((1,), ("data",)), torch.tensor([[1.0, 2.0], [3.0, 4.0]])
     >>> plan = fs.make_plan({"w": w}, mesh, [(".*", fs.fsdp("data"))])
-    >>> map = linearize(lambda params, batch: (batch @ params["w"]) ** 2, plan)({"w": w.flatten()}, torch.ones(1, 2))
+    >>> of = fs.func.linearize(lambda params, batch: (batch @ params["w"]) ** 2, plan)
+    >>> map = of({"w": w.flatten()}, torch.ones(1, 2))
     >>> map.value, map({"w": torch.ones(4)}), map.pull(torch.ones(1, 2))
     (tensor([[16., 36.]]), tensor([[16., 24.]]), {'w': tensor([ 8., 12.,  8., 12.])})
     """

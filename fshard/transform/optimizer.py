@@ -77,7 +77,6 @@ def differentiable(opt: Optimizer, plan: Plan) -> Differentiable:
     Raises:
         PlanError: another optimizer.
 
-    >>> import fshard as fs
     >>> params = {"w": torch.ones(2)}
     >>> plan = fs.make_plan(params, fs.make_mesh((1,), ("data",)), [(".*", fs.fsdp("data"))])
     >>> update = fs.func.differentiable(fs.optim.sgd(0.5), plan)

@@ -185,10 +185,9 @@ def hvp(
     Raises:
         PlanError: invalid arguments.
 
-    >>> import fshard as fs, torch
     >>> mesh, w = fs.make_mesh((1,), ("data",)), torch.tensor([[1.0, 2.0], [3.0, 4.0]])
     >>> plan = fs.make_plan({"w": w}, mesh, [(".*", fs.fsdp("data"))])
-    >>> product = hvp(lambda params, batch: (params["w"] * batch).square().sum() / 2, plan)
+    >>> product = fs.func.hvp(lambda params, batch: (params["w"] * batch).square().sum() / 2, plan)
     >>> product({"w": torch.zeros(4)}, {"w": torch.ones(4)}, torch.tensor([[1.0, 2.0]]))
     {'w': tensor([1., 4., 1., 4.])}
     >>> hessian = product.linearize({"w": torch.zeros(4)}, torch.tensor([[1.0, 2.0]]))

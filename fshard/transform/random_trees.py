@@ -35,10 +35,9 @@ def normal(key: Tensor, plan: Plan) -> dict[str, Any]:
     Raises:
         PlanError: invalid arguments.
 
-    >>> import fshard as fs
     >>> mesh, w = fs.make_mesh((1,), ("data",)), torch.tensor([[1.0, 2.0], [3.0, 4.0]])
     >>> plan = fs.make_plan({"w": w}, mesh, [(".*", fs.fsdp("data"))])
-    >>> normal(fs.random.key(0), plan)["w"].shape
+    >>> fs.tree.normal(fs.random.key(0), plan)["w"].shape
     torch.Size([4])
     """
 
@@ -59,10 +58,9 @@ def rademacher(key: Tensor, plan: Plan) -> dict[str, Any]:
         key: of ``fs.random``, the same on every rank.
         plan: the plan. Frozen leaves get zeros.
 
-    >>> import fshard as fs
     >>> mesh, w = fs.make_mesh((1,), ("data",)), torch.tensor([[1.0, 2.0], [3.0, 4.0]])
     >>> plan = fs.make_plan({"w": w}, mesh, [(".*", fs.fsdp("data"))])
-    >>> rademacher(fs.random.key(0), plan)["w"].abs()
+    >>> fs.tree.rademacher(fs.random.key(0), plan)["w"].abs()
     tensor([1., 1., 1., 1.])
     """
     return _drawn(key, plan, lambda: _signs(key, plan))

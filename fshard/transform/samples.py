@@ -330,10 +330,9 @@ def per_sample_grad(
         PlanError: ranks share the samples themselves: the plan's ``batch=`` cuts another dim than the first.
         BatchError: tensors of the batch have different numbers of rows, or there are no tensors.
 
-    >>> import fshard as fs
     >>> mesh, w = fs.make_mesh((1,), ("data",)), torch.tensor([[1.0, 2.0], [3.0, 4.0]])
     >>> plan = fs.make_plan({"w": w}, mesh, [(".*", fs.fsdp("data"))])
-    >>> grads = per_sample_grad(lambda params, batch: (batch @ params["w"]).sum(), plan)
+    >>> grads = fs.func.per_sample_grad(lambda params, batch: (batch @ params["w"]).sum(), plan)
     >>> grads({"w": w.flatten()}, torch.ones(3, 2))["w"].shape
     torch.Size([3, 2, 2])
     """
@@ -373,10 +372,9 @@ def clipped_grad(
         PlanError: ``clip_norm`` or ``microbatch`` is not positive, or ranks share the samples themselves.
         BatchError: tensors of the batch have different numbers of rows, or there are no tensors.
 
-    >>> import fshard as fs
     >>> mesh, w = fs.make_mesh((1,), ("data",)), torch.tensor([[1.0, 2.0], [3.0, 4.0]])
     >>> plan = fs.make_plan({"w": w}, mesh, [(".*", fs.fsdp("data"))])
-    >>> clipped = clipped_grad(lambda params, batch: (batch @ params["w"]).sum(), plan, clip_norm=1.0)
+    >>> clipped = fs.func.clipped_grad(lambda params, batch: (batch @ params["w"]).sum(), plan, clip_norm=1.0)
     >>> clipped({"w": w.flatten()}, torch.tensor([[1.0, 1.0], [0.1, 0.1]]))
     ({'w': tensor([0.6000, 0.6000, 0.6000, 0.6000])}, tensor([2.0000, 0.2000]))
     """

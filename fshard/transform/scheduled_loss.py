@@ -319,7 +319,6 @@ def sharded_loss(
     Returns:
         The function.
 
-    >>> import fshard as fs
     >>> params = {"w": torch.ones(3)}
     >>> plan = fs.make_plan(params, fs.make_mesh((1,), ("data",)), [(".*", fs.fsdp("data"))])
     >>> f = fs.func.sharded_loss(lambda p, x: (p["w"] * x).sum(), plan)

@@ -114,10 +114,10 @@ def hessian_trace_samples(
         The function; ``key`` is one of ``fs.random``, the same on every rank. It returns a tensor ``(samples,)``, equal
         on all ranks: its mean is the estimate, and ``std() / samples ** 0.5`` its error.
 
-    >>> import fshard as fs
     >>> mesh, w = fs.make_mesh((1,), ("data",)), torch.tensor([[1.0, 2.0], [3.0, 4.0]])
     >>> plan = fs.make_plan({"w": w}, mesh, [(".*", fs.fsdp("data"))])
-    >>> found = hessian_trace_samples(lambda params, batch: (params["w"] * batch).square().sum() / 2, plan, samples=2)
+    >>> loss = lambda params, batch: (params["w"] * batch).square().sum() / 2
+    >>> found = fs.func.hessian_trace_samples(loss, plan, samples=2)
     >>> found({"w": torch.zeros(4)}, torch.tensor([[1.0, 2.0]]), fs.random.key(0))
     tensor([10., 10.])
     """

@@ -36,10 +36,9 @@ def vdot(a: Any, b: Any, plan: Plan) -> Tensor:
     Raises:
         TreeError: a tree is not this rank's part of the plan's; leaves of two subtrees are cut differently.
 
-    >>> import fshard as fs
     >>> mesh, w = fs.make_mesh((1,), ("data",)), torch.tensor([[1.0, 2.0], [3.0, 4.0]])
     >>> plan = fs.make_plan({"w": w}, mesh, [(".*", fs.fsdp("data"))])
-    >>> vdot({"w": w.flatten()}, {"w": torch.ones(4)}, plan)
+    >>> fs.tree.vdot({"w": w.flatten()}, {"w": torch.ones(4)}, plan)
     tensor(10.)
     """
     expect_plan("fs.tree.vdot(a, b, plan)", plan)
@@ -184,10 +183,9 @@ def norm(a: Any, plan: Plan) -> Tensor:
         a: this rank's part of each leaf, a tree like ``state.params``, or a subtree of it.
         plan: the plan.
 
-    >>> import fshard as fs
     >>> mesh, w = fs.make_mesh((1,), ("data",)), torch.tensor([[1.0, 2.0], [3.0, 4.0]])
     >>> plan = fs.make_plan({"w": w}, mesh, [(".*", fs.fsdp("data"))])
-    >>> norm({"w": torch.tensor([3.0, 0.0, 0.0, 4.0])}, plan)
+    >>> fs.tree.norm({"w": torch.tensor([3.0, 0.0, 0.0, 4.0])}, plan)
     tensor(5.)
     """
     expect_plan("fs.tree.norm(a, plan)", plan)
@@ -210,10 +208,9 @@ def norms(a: Any, plan: Plan) -> dict[str, Any]:
     Raises:
         TreeError: the tree is not this rank's part of the plan's.
 
-    >>> import fshard as fs
     >>> mesh, w = fs.make_mesh((1,), ("data",)), torch.tensor([[1.0, 2.0], [3.0, 4.0]])
     >>> plan = fs.make_plan({"w": w, "b": torch.ones(4)}, mesh, [(".*", fs.fsdp("data"))])
-    >>> norms({"w": torch.tensor([3.0, 0.0, 0.0, 4.0]), "b": torch.ones(4)}, plan)
+    >>> fs.tree.norms({"w": torch.tensor([3.0, 0.0, 0.0, 4.0]), "b": torch.ones(4)}, plan)
     {'w': tensor(5.), 'b': tensor(2.)}
     """
     expect_plan("fs.tree.norms(a, plan)", plan)
@@ -243,7 +240,7 @@ def stack(trees: Sequence[Any]) -> Any:
     Raises:
         TreeError: no trees, or unequal ones.
 
-    >>> stack([{"w": torch.zeros(2)}, {"w": torch.ones(2)}])["w"].shape
+    >>> fs.tree.stack([{"w": torch.zeros(2)}, {"w": torch.ones(2)}])["w"].shape
     torch.Size([2, 2])
     """
     if not isinstance(trees, (list, tuple)) or not trees:

@@ -68,12 +68,12 @@ def trace(path: str | os.PathLike[str], runs: "Simulation | Mapping[str, Simulat
     Raises:
         PlanError: something else than simulations, or the file cannot be written.
 
-    >>> import fshard as fs, tempfile
-    >>> from fshard.schedule import Call, Policy, Program, build
-    >>> schedule = build(Program((Call("layer"),), (), {"layer": ()}), [], Policy(), train=False)
+    >>> import tempfile
+    >>> from fshard.schedule import Call, Program, build
+    >>> schedule = build(Program((Call("layer"),), (), {"layer": ()}), [], fs.Policy(), train=False)
     >>> run = fs.sim.simulate(schedule, fs.sim.Costs({("forward", "layer"): 1e-3}))
     >>> with tempfile.TemporaryDirectory() as folder:
-    ...     trace(f"{folder}/step.json", {"predicted": run})
+    ...     fs.view.trace(f"{folder}/step.json", {"predicted": run})
     """
     wants = [
         ("path", path, (str, os.PathLike), "a file"),

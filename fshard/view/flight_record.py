@@ -22,7 +22,7 @@ def record(folder: str | os.PathLike[str], mesh: Mesh) -> None:
     Raises:
         PlanError: nothing has run on the mesh, it has no processes, or the folder cannot be written to.
 
-    >>> import fshard as fs, os, tempfile, torch
+    >>> import os, tempfile
     >>> mesh = fs.make_mesh((1,), ("data",))
     >>> plan = fs.make_plan({"w": torch.ones(2)}, mesh, [(".*", fs.fsdp("data"))])
     >>> state = fs.init_state(plan, fs.optim.sgd(0.1), params={"w": torch.ones(2)})

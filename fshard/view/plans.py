@@ -94,7 +94,6 @@ def plan(plan: Plan) -> PlanView:
     Raises:
         PlanError: it is not a plan.
 
-    >>> import fshard as fs, torch
     >>> params = {"embed": {"w": torch.zeros(8, 4)}, "head": torch.zeros(4)}
     >>> mesh = fs.abstract_mesh((2,), ("data",))
     >>> rules = [("embed.*", fs.fsdp("data")), ("head", fs.P())]

@@ -221,13 +221,12 @@ def step_through(step: Any, state: Any, batch: Any) -> Stepping:
         PlanError: a step of another mesh, or one that has no schedule before it runs.
         TreeError: a state of one rank alone.
 
-    >>> import fshard as fs, torch
     >>> mesh = fs.virtual_mesh((2,), ("data",))
     >>> params = {"w": torch.arange(4.0)}
     >>> plan = fs.make_plan(params, mesh, [("w", fs.fsdp("data"))])
     >>> opt = fs.optim.sgd(1.0)
     >>> step = fs.make_train_step(lambda params, x: (params["w"] * x).sum(), opt, plan)
-    >>> stepping = step_through(step, fs.init_state(plan, opt, params=params), torch.ones(4, 4))
+    >>> stepping = fs.view.step_through(step, fs.init_state(plan, opt, params=params), torch.ones(4, 4))
     >>> stepping.until("after wait all_gather root").gathered("root", rank=1)
     {'w': tensor([0., 1., 2., 3.])}
     >>> stepping.shard("root", rank=1)

@@ -136,11 +136,10 @@ def sharding(of: Any, leaf: Any, *, mesh: Mesh | None = None) -> ShardingView:
         TreeError: the plan has no such leaf.
         PlanError: arguments of other types, or a slice where no mesh is in scope.
 
-    >>> import fshard as fs, torch
     >>> mesh = fs.abstract_mesh((2, 2), ("replica", "data"))
     >>> rules = [("w", fs.P("data"))]
     >>> plan = fs.make_plan({"w": torch.zeros(4, 3)}, mesh, rules, batch=fs.P(("replica", "data")))
-    >>> print(sharding(plan, "w"))
+    >>> print(fs.view.sharding(plan, "w"))
     w [4, 3] with P('data') on replica=2 x data=2
     +-----+-----+-----+
     | 0 2   0 2   0 2 |

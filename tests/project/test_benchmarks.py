@@ -26,6 +26,7 @@ NAMES = (
     "peers",
     "jax_fsdp",
     "jax_products",
+    "opacus_sums",
     "balance",
     "hsdp",
     "pipeline_peers",

@@ -7,10 +7,17 @@ import ast
 import inspect
 import tomllib
 from collections.abc import Iterator
+from operator import attrgetter
 from pathlib import Path
 from types import ModuleType
 
+import pytest
+import torch
+from _pytest.doctest import DoctestModule
+
 import fshard
+from conftest import pytest_itemcollected
+from fshard.runtime.engine import batch
 
 LIST = Path(__file__).with_name("public_names.txt")
 REMEDY = "If this is meant: python -m tests.project.test_public_names > tests/project/public_names.txt"
@@ -36,6 +43,14 @@ def _exported(package: ModuleType) -> list[str]:
     return [name for name, value in classes if value.__module__ == package.__name__ and name[0] != "_"]
 
 
+def defined() -> Iterator[str]:
+    """The public classes and functions as ``fshard.optim.adamw.adamw``: each by the module that defines it."""
+    for name in public_names(fshard):
+        value = attrgetter(name)(fshard)
+        if inspect.isclass(value) or inspect.isfunction(value):
+            yield f"{value.__module__}.{value.__qualname__}"
+
+
 def test_the_public_names_are_the_listed_ones() -> None:
     found, listed = set(public_names(fshard)), set(LIST.read_text().split())
     assert not found - listed, f"exported but not listed: {sorted(found - listed)}. {REMEDY}"
@@ -56,12 +71,19 @@ def test_no_name_is_exported_twice() -> None:
 
 def test_public_names_have_docstrings() -> None:
     for name in public_names(fshard):
-        value: object = fshard
-        for part in name.split("."):
-            value = getattr(value, part)
+        value = attrgetter(name)(fshard)
         if inspect.isclass(value) or inspect.isfunction(value) or inspect.ismodule(value):
             generated = inspect.isclass(value) and (value.__doc__ or "").startswith(f"{value.__name__}(")
             assert value.__doc__ and not generated, f"fshard.{name} has no docstring"
+
+
+def test_examples_of_public_names_read_no_other_names(request: pytest.FixtureRequest) -> None:
+    module = DoctestModule.from_parent(request.session, path=Path(batch.__file__))
+    items = {item.name.removeprefix(f"{batch.__name__}."): item for item in module.collect()}
+    for item in items.values():
+        pytest_itemcollected(item)
+    assert items["Microbatches"].dtest.globs == {"torch": torch, "fs": fshard}
+    assert "Microbatches" in items["formed"].dtest.globs
 
 
 def test_the_version_is_that_of_the_package() -> None:

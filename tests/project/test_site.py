@@ -117,7 +117,7 @@ def test_examples_under_assignments_are_true() -> None:
     texts = [text for text in told_of_values().values() if ">>> " in text]
     assert len(texts) > 8
     for text in texts:
-        names = {"fs": fshard, "torch": torch, "re": re}
+        names = {"fs": fshard, "torch": torch}
         test = doctest.DocTestParser().get_doctest(text, names, text.splitlines()[0], None, None)
         assert not doctest.DocTestRunner().run(test).failed
 

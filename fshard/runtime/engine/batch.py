@@ -65,8 +65,7 @@ class Microbatches(NamedTuple):
     Attributes:
         parts: as many batches as ``accumulate=`` says, of one structure; tensors may differ in shape.
 
-    >>> import torch
-    >>> len(microbatches(Microbatches((torch.ones(3, 8), torch.ones(1, 8))), 2))
+    >>> len(fs.Microbatches((torch.ones(3, 8), torch.ones(1, 8))).parts)
     2
     """
 

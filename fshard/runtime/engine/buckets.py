@@ -35,7 +35,6 @@ class Buckets:
     Raises:
         PlanError: an invalid dim or sizes.
 
-    >>> import fshard as fs, torch
     >>> buckets = fs.Buckets({"tokens": 0, "labels": -100})
     >>> buckets.pad({"tokens": torch.tensor([[5, 6, 7]]), "labels": torch.tensor([[6, 7, 8]])})
     {'tokens': tensor([[5, 6, 7, 0]]), 'labels': tensor([[   6,    7,    8, -100]])}

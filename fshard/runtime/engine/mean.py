@@ -22,9 +22,8 @@ class Mean:
         total: the sum over this rank's elements, 0-dim floating.
         count: the number of elements, 0-dim tensor or number; that of a loss must not require grad.
 
-    >>> import torch
     >>> losses = torch.tensor([1.0, 3.0, 5.0])
-    >>> Mean(losses.sum(), losses.numel()).value
+    >>> fs.Mean(losses.sum(), losses.numel()).value
     tensor(3.)
     """
 
@@ -56,8 +55,8 @@ class Mean:
         Raises:
             LossError: an argument is no mean, or ``counts`` does not have one number for each.
 
-        >>> text, image = Mean(torch.tensor(6.0), 3), Mean(torch.tensor(10.0), 2)
-        >>> Mean.sum(text, image, counts=torch.tensor([3, 2])).value  # on one rank
+        >>> text, image = fs.Mean(torch.tensor(6.0), 3), fs.Mean(torch.tensor(10.0), 2)
+        >>> fs.Mean.sum(text, image, counts=torch.tensor([3, 2])).value  # on one rank
         tensor(7.)
         """
         odd = [kind(mean) for mean in means if not isinstance(mean, Mean)]

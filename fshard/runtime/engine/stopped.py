@@ -22,7 +22,7 @@ def stop_gradient(values: Any) -> Any:
         values: any pytree, such as a subtree of ``params``. Leaves that are no tensors stay as they are.
 
     >>> w = torch.ones(2, requires_grad=True)
-    >>> stop_gradient({"w": w})["w"].requires_grad
+    >>> fs.stop_gradient({"w": w})["w"].requires_grad
     False
     """
     return tree.mapped(_stopped, values)
