@@ -42,7 +42,7 @@ class Likeness(NamedTuple):
     same: bool
     shape: torch.Size
     stride: tuple[int, ...]
-    offset: int
+    offset: int | torch.SymInt
     dtype: torch.dtype
     device: torch.device
 
