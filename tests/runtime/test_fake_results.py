@@ -1,5 +1,6 @@
 """Results that the fake mode makes again are those of PyTorch's own, whatever the call before was like."""
 
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from typing import Any
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 
 from fshard import tree
 from fshard.runtime.engine.fake_fallback import KernelFakeMode, quiet
+from fshard.runtime.engine.fake_results import seen
 from fshard.torch_internals import FakeTensorMode, dispatch_keys
 
 Call = Callable[[Tensor, Tensor], Any]
@@ -62,9 +64,9 @@ def run(call: Call, mode: FakeTensorMode, dtype: torch.dtype, turned: bool) -> l
 @pytest.fixture(autouse=True)
 def nothing_remembered() -> Iterator[None]:
     """No call of another test is known."""
-    KernelFakeMode.remembered.clear()
+    seen.cache_clear()
     yield
-    KernelFakeMode.remembered.clear()
+    seen.cache_clear()
 
 
 @pytest.mark.parametrize("name", CALLS)
@@ -122,10 +124,11 @@ def test_constants_and_errors_are_not_remembered() -> None:
                 x @ x
 
 
-def test_what_is_remembered_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All is forgotten when there is too much."""
-    monkeypatch.setattr("fshard.runtime.engine.fake_fallback.MOST_CALLS", 3)
-    for size in range(1, 9):
-        with KernelFakeMode():
-            assert (torch.empty(size) + torch.empty(size)).shape == (size,)
-    assert len(KernelFakeMode.remembered) <= 3
+def test_no_tensor_is_kept() -> None:
+    """The memory holds descriptions: storages end with the tensors of a trace."""
+    with KernelFakeMode():
+        x = torch.empty(3, 4)
+        kept = [weakref.ref(one.untyped_storage()) for one in (x, x @ x.t(), x + 1, x.view(-1), x.add_(1))]
+        del x
+    assert seen.cache_info().currsize
+    assert not [one for one in kept if one() is not None]

@@ -9,7 +9,7 @@ import contextlib
 import functools
 import logging
 from collections.abc import Iterator
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,7 +17,7 @@ from torch import Tensor
 from fshard import tree
 from fshard.arguments import kind
 from fshard.errors import ShardError
-from fshard.runtime.engine.fake_results import MOST_CALLS, Results, call_key, results_of
+from fshard.runtime.engine.fake_results import described
 from fshard.torch_internals import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -54,10 +54,8 @@ def needs_values(error: Exception) -> bool:
 class KernelFakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
     """A fake mode in which an error of an operator counts only if its kernel raises one, too.
 
-    It remembers what results are like, for all traces of the process.
+    It makes results again that it has seen the like of, in any trace of the process.
     """
-
-    remembered: ClassVar[dict[Any, Results]] = {}
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
@@ -66,17 +64,9 @@ class KernelFakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run the operator, or return what it has returned for arguments like these."""
         kwargs = kwargs or {}
-        key = call_key(self, func, args, kwargs) if self.remembers else None
-        known = self.remembered.get(key) if key is not None else None
-        if known is not None:
-            return known.made(self, args)
-        out = self._run(func, types, args, kwargs)
-        made = results_of(self, func, args, kwargs, out) if key is not None else None
-        if made is not None:
-            if len(self.remembered) >= MOST_CALLS:
-                self.remembered.clear()
-            self.remembered[key] = made
-        return out
+        run = functools.partial(self._run, func, types, args, kwargs)
+        call = described(self, func, args, kwargs) if self.remembers else None
+        return run() if call is None else call.answer(self, args, kwargs, run)
 
     def _run(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         try:

@@ -5,7 +5,7 @@ remembers results too; to describe the arguments takes it longer than what is sa
 """
 
 import functools
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -25,12 +25,9 @@ BY_VALUE = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape, tor
 LIFTS = frozenset(("lift", "lift_fresh", "lift_fresh_copy"))
 """Operators that make a constant of a tensor with data."""
 
-MOST_CALLS = 1 << 16
-"""Calls that are remembered; all are forgotten when there are more."""
-
 
 class Likeness(NamedTuple):
-    """What a result is like.
+    """Look of a result.
 
     Attributes:
         argument: the argument whose memory it is a view of, or that it is; None for memory of its own.
@@ -57,7 +54,7 @@ class Likeness(NamedTuple):
 
 
 class Results(NamedTuple):
-    """What the results of a call are like.
+    """Looks of the results of a call.
 
     Attributes:
         kind: the container that holds them; None for a single one.
@@ -74,8 +71,31 @@ class Results(NamedTuple):
         return found[0] if self.kind is None else self.kind(found)
 
 
-def results_of(mode: FakeTensorMode, func: Any, args: Any, kwargs: Any, out: Any) -> Results | None:
-    """Return what the results of a call are like; None where that would not say all of them."""
+class OperatorCall(tuple[Any, ...]):
+    """Description of a call of an operator, equal to others whose results look the same."""
+
+    out: Any
+
+    def answer(self, mode: FakeTensorMode, args: Any, kwargs: Any, run: Callable[[], Any]) -> Any:
+        """Return what the operator returns: made again if it was called so before, or else by a run of it."""
+        self.given, self.run = (mode, args, kwargs), run
+        try:
+            known = seen(self)
+            if hasattr(self, "out"):
+                return self.out
+            return run() if known is None else known.made(mode, args)
+        finally:
+            vars(self).clear()  # the memory keeps a description, and no tensors
+
+
+@functools.lru_cache(1 << 16)
+def seen(call: OperatorCall) -> Results | None:
+    """Run a call that is the first of its kind. Returns what results look like; None where that is not all of them."""
+    call.out = call.run()
+    return _results(*call.given, call.out)
+
+
+def _results(mode: FakeTensorMode, args: Any, kwargs: Any, out: Any) -> Results | None:
     kind = type(out) if type(out) in (list, tuple) else None
     given = [x for x in tree.leaves((args, kwargs)) if isinstance(x, Tensor)]
     taken = {x.untyped_storage()._cdata for x in given}
@@ -124,13 +144,13 @@ def remembers(func: Any) -> bool:
     return name not in LIFTS and not any(known.is_out for known in func._schema.arguments)
 
 
-def call_key(mode: FakeTensorMode, func: Any, args: Any, kwargs: Any) -> tuple[Any, ...] | None:
-    """A description of a call that says what its results are like; None where they may depend on more."""
+def described(mode: FakeTensorMode, func: Any, args: Any, kwargs: Any) -> OperatorCall | None:
+    """Return the description of a call; None where its results may depend on more."""
     if not remembers(func):
         return None
     key = [func, torch.get_default_dtype(), *kwargs]
     if _describe(mode, args, key) and _describe(mode, kwargs.values(), key):
-        return tuple(key)
+        return OperatorCall(key)
     return None
 
 
