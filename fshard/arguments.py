@@ -1,6 +1,8 @@
 """Checks of arguments: an error at the call, instead of an AttributeError from inside."""
 
+import re
 from collections.abc import Iterable
+from math import inf
 from typing import Any
 
 from fshard.errors import PlanError, ShardError, lines
@@ -95,6 +97,29 @@ def size_text(count: float) -> str:
         if count < 1023.95:
             return f"{count:.1f} {unit}"
     return f"{count / 1024:.1f} TiB"
+
+
+UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}
+
+
+def bytes_of(text: str, name: str = "") -> int:
+    """A number of bytes: ``80G`` and ``80GB`` are 80 * 10**9, ``80Gi`` and ``80GiB`` 80 * 2**30.
+
+    Args:
+        text: the number.
+        name: what it is, for the error.
+
+    Raises:
+        PlanError: not such a number.
+
+    >>> bytes_of("80G"), bytes_of("1.5GiB")
+    (80000000000, 1610612736)
+    """
+    found = re.fullmatch(r"(\d+(?:\.\d+)?) ?([KMGT]?I?)B?", text.upper())
+    count = float(found[1]) * UNITS.get(found[2], 0) if found is not None else 0.0
+    if not 1 <= count < inf:
+        raise PlanError(f"{name}{text!r} is not a number of bytes: give one such as 80G, or 80Gi for 80 * 2**30")
+    return int(count)
 
 
 def raised(error: BaseException) -> str:

@@ -32,8 +32,7 @@ class Forks:
     def __init__(self) -> None:
         self.owners: WeakSet[Owner] = WeakSet()
         self.pid = os.getpid()
-        if hasattr(os, "register_at_fork"):
-            os.register_at_fork(after_in_child=self.forked)
+        os.register_at_fork(after_in_child=self.forked)
 
     def forked(self) -> None:
         """This process is a child of the one that made the owners."""

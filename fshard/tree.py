@@ -338,7 +338,7 @@ def _suspect(leaves: Sequence[Any]) -> bool:
 def _holder(kind: type) -> bool:
     if getattr(kind, "__tree_leaf__", False):  # a class of this library whose objects stay whole
         return False
-    return hasattr(kind, "__dataclass_fields__") or issubclass(kind, MutableMapping)
+    return dataclasses.is_dataclass(kind) or issubclass(kind, MutableMapping)
 
 
 def _open(leaf: Any) -> tuple[list[Any], Opened] | None:

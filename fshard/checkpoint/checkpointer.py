@@ -163,9 +163,7 @@ class Checkpointer:
             states = by_name(state, TrainState, "save(state)")
             expect("save(state)", [("schedule", schedule, (Schedule, type(None)), "step.schedule")])
             mesh = self._mesh = one_mesh(states)
-        for one in states.values():
-            if one.stale:
-                settle(one)
+        _settle_stale(*states.values())
         enter(mesh, "save")
         comm = mesh_communicator(mesh)
         data = data.state_dict() if getattr(data, "global_position", False) else data
@@ -177,10 +175,8 @@ class Checkpointer:
             options = {**kept, "overwrite": overwrite, "async_": self.async_, "states": list(states)}
             for one in states.values() if mesh.size > 1 else ():
                 compare(comm, save_facts(one, user, options), CheckpointError)
-            later = None
-            if self.async_ and not isinstance(mesh.transport, VirtualTransport):
-                later = mesh_communicator(mesh, f"checkpoint {os.path.dirname(first_path)}")
-            head = {**user, "run": run}
+            head, role = {**user, "run": run}, f"checkpoint {os.path.dirname(first_path)}"
+            later = None if self._waits(mesh) else mesh_communicator(mesh, role)
             save = each_rank_or_raise(comm, lambda: self._prepare(states, head, first_path, later is not None))
         except BaseException as error:
             remove_failed(comm, mesh.rank, first_path, error)
@@ -263,9 +259,7 @@ class Checkpointer:
         with telling(seen_here(self._mesh), always=False):
             requests = requests_of(plan, opt, step, cast, rules, into)
             mesh = self._mesh = one_mesh({name: request.plan for name, request in requests.items()})
-        for request in requests.values():
-            if request.into is not None and request.into.stale:
-                settle(request.into)
+        _settle_stale(*(request.into for request in requests.values()))
         enter(mesh, "restore")
         comm = mesh_communicator(mesh)
         said = {"step": step, "fallback": fallback, "cast": cast, "rules": rules, "into": into is not None}
@@ -352,6 +346,10 @@ class Checkpointer:
     def __exit__(self, *exc: object) -> None:
         self.close()
 
+    def _waits(self, mesh: Mesh) -> bool:
+        """Tell whether a save writes before it returns."""
+        return not self.async_ or isinstance(mesh.transport, VirtualTransport)
+
     def _begin(self, states: Mapping[str, TrainState], overwrite: bool) -> tuple[str, str]:
         """On rank 0: make the temporary folder; returns its path and the run that the folder belongs to."""
         known, step = self._run.ids.union(*(one.past.run.ids for one in states.values())), step_of(states)
@@ -386,6 +384,12 @@ class Checkpointer:
                     say(f"a checkpoint was not saved: {error}")
 
         self._thread = started(carried(write), "a checkpoint is saved", daemon=False)
+
+
+def _settle_stale(*states: TrainState | None) -> None:
+    for one in states:
+        if one is not None and one.stale:
+            settle(one)
 
 
 def _check(states: Mapping[str, TrainState], user: Mapping[str, Any]) -> None:

@@ -4,22 +4,20 @@ import argparse
 import json
 import os
 import re
-import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 
-from fshard.arguments import size_text
+from fshard.arguments import bytes_of, size_text
 from fshard.checkpoint.checkpointer import Checkpointer
 from fshard.checkpoint.folder import LEFT, MANIFEST, choose_steps, list_steps, read_manifest, step_folder
 from fshard.checkpoint.manifest import empty
 from fshard.checkpoint.read import verify_step
 from fshard.checkpoint.rewrite import load_tensor, to_file, to_folder
+from fshard.cli.console_table import print_table
 from fshard.errors import CheckpointError
 from fshard.interchange.convert import Kind, kind_of, to_dcp, to_hf, to_state
-from fshard.interchange.hf_files import size_in_bytes
-from fshard.markup import aligned
 from fshard.reading.files import file_errors, printable
 from fshard.sharding.mesh import abstract_mesh
 from fshard.state.entries import entries
@@ -152,7 +150,8 @@ def run_convert(args: argparse.Namespace) -> int:
             raise CheckpointError(f"{folder} holds no state for --state {args.state}: give one of {known}")
         manifest = manifest.of(args.state)
     if args.to == "hf":
-        print(f"{args.out}: {size_text(to_hf(folder, manifest, args.out, size_in_bytes(args.max_shard_size)))}")
+        limit = bytes_of(args.max_shard_size, "--max-shard-size ")
+        print(f"{args.out}: {size_text(to_hf(folder, manifest, args.out, limit))}")
         return 0
     if args.to == "dcp":
         print(f"{args.out}: {size_text(to_dcp(folder, manifest, args.out))}, without param_groups")
@@ -213,30 +212,3 @@ def differences(one: str, other: str, values: bool) -> Iterator[str]:
                 off = int(wrong.view(x.numel(), -1).any(1).sum())
                 far = (x.double() - y.double()).abs().max().item()
                 yield f"{name}: {off} of {x.numel()} elements differ, by {far:.3g} at most"
-
-
-def print_table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Print rows under heads, by rich if it is installed, with numbers to the right. Cells may hold untrusted names."""
-    rows = [[printable(cell) for cell in row] for row in rows]
-    right = [all(row[i][:1].isdigit() or row[i] in ("", "-") for row in rows) for i in range(len(heads))]
-    if sys.stdout.isatty() and _rich(heads, rows, right):
-        return
-    for line in aligned([heads, *rows], [not number for number in right]):
-        print(line.rstrip())
-
-
-def _rich(heads: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[bool]) -> bool:
-    """Print by rich; returns whether it is installed."""
-    try:
-        from rich.console import Console
-        from rich.table import Table
-        from rich.text import Text
-    except ImportError:
-        return False
-    table = Table(box=None, header_style="bold")
-    for head, to_right in zip(heads, right, strict=True):
-        table.add_column(head, justify="right" if to_right else "left")
-    for row in rows:
-        table.add_row(*map(Text, row))
-    Console().print(table)
-    return True

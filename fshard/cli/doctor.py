@@ -101,7 +101,7 @@ def devices() -> Iterator[Finding]:
     gpus = [torch.cuda.get_device_name(n) for n in range(torch.cuda.device_count())]
     yield "devices", "CUDA", ", ".join(gpus) or "none", ""
     threads = os.environ.get("OMP_NUM_THREADS")
-    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    usable = len(os.sched_getaffinity(0))
     yield "devices", "processors", f"{usable} usable, OMP_NUM_THREADS={threads or 'unset'}", ""
     compiler = shutil.which(os.environ.get("CXX", "c++")) or shutil.which("g++") or "none: compile='inductor' needs one"
     yield "devices", "C++ compiler", compiler, ""

@@ -1,6 +1,7 @@
 """The ``fshard`` command. Each subcommand is a function of parsed arguments that prints and returns an exit status."""
 
 import argparse
+import io
 import sys
 from collections.abc import Sequence
 
@@ -33,11 +34,11 @@ def parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command with these arguments, by default the process' own; returns the exit status."""
-    if hasattr(sys.stdout, "reconfigure"):  # names in files may hold any character
+    if isinstance(sys.stdout, io.TextIOWrapper):  # names in files may hold any character
         sys.stdout.reconfigure(errors="backslashreplace")
     root = parser()
     arguments, rest = root.parse_known_args(argv)
-    if any(each.startswith("-") for each in rest) or rest and not hasattr(arguments, "changes"):
+    if any(each.startswith("-") for each in rest) or rest and "changes" not in arguments:
         root.error(f"unrecognized arguments: {' '.join(rest)}")
     if rest:  # key=value behind options
         arguments.changes += rest

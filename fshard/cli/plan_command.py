@@ -7,17 +7,18 @@ import json
 import math
 import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from fshard.arguments import size_text
+from fshard.arguments import bytes_of, size_text
+from fshard.cli.console_table import print_table
 from fshard.errors import PlanError
 from fshard.foresight.feeding import LONGEST
 from fshard.foresight.foresee import Foresight, Progress, foresee
-from fshard.foresight.foresight_tables import as_json, sections
+from fshard.foresight.foresight_tables import Section, as_json, sections
 from fshard.foresight.hardware import Hardware, hardware
 from fshard.foresight.huggingface import hugging_face
 from fshard.foresight.jobs import Job, named, read_job, takes_mesh
@@ -34,8 +35,6 @@ from fshard.schedule.machines import COMMUNICATOR, DEVICES, LINKS
 from fshard.sharding.mesh import Mesh, abstract_mesh
 from fshard.sharding.wire import NAMES, Wire
 from fshard.writing import target
-
-UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}
 
 WRITE = "write a FILE.py:make that gives its batch, or its loss"
 """The remedy where a model of Hugging Face raises something."""
@@ -133,7 +132,8 @@ def run(args: argparse.Namespace) -> int:
         print(json.dumps(as_json(seen, found, searched), indent=1))
     else:
         if searched is not None:
-            _table(f"Meshes of {mesh.size:,} ranks, the best first", searched.head, [*searched.table()][:SHOWN])
+            rows = [*searched.table()][:SHOWN]
+            _show_tables([(f"Meshes of {mesh.size:,} ranks, the best first", searched.head, rows)])
             print("\n".join(f"{shape}: {why}" for shape, why in searched.refused.items()))
         show(seen, found)
     return 0 if seen.fits else 1
@@ -156,8 +156,7 @@ def staged_job(args: argparse.Namespace, job: Any, mesh: Mesh) -> Any:
 
 def show_stages(seen: StagedForesight) -> None:
     """Print a forecast of stages."""
-    for title, head, rows in staged_sections(seen):
-        _table(title, head, rows)
+    _show_tables(staged_sections(seen))
     if not seen.fits:
         print(staged_closing(seen))
 
@@ -259,32 +258,13 @@ def read_wires(texts: Sequence[str], searched: bool = True) -> list[Wire | str |
     return known_formats(found)
 
 
-def bytes_of(text: str) -> int:
-    """A number of bytes: ``80G`` are 80 * 10**9, ``80Gi`` 80 * 2**30.
-
-    Raises:
-        PlanError: not such a number.
-
-    >>> bytes_of("80G"), bytes_of("1.5Gi")
-    (80000000000, 1610612736)
-    """
-    found = re.fullmatch(r"([\d.]+) ?([kmgtKMGT]?i?)B?", text)
-    try:
-        assert found is not None
-        count = float(found[1]) * UNITS[found[2].upper()]
-        assert 0 < count < math.inf
-    except (AssertionError, ValueError, KeyError) as error:
-        raise PlanError(f"{text!r} is not a number of bytes: give one such as 80G, or 80Gi for 80 * 2**30") from error
-    return int(count)
-
-
 def read_hardware(args: argparse.Namespace, short: bool | None = None) -> Hardware:
     """Return what the step would run on; ``short`` says whether products are in 16 bits, where the plan does not."""
-    memory = bytes_of(args.memory) if args.memory else None
+    memory = bytes_of(args.memory, "--memory ") if args.memory else None
     costs = read_costs(args.costs) if args.costs else None
-    room = bytes_of(args.communicator) if args.communicator else COMMUNICATOR
+    room = bytes_of(args.communicator, "--communicator ") if args.communicator else COMMUNICATOR
     links = args.link, args.inside, args.per_host
-    host = None if args.host is None else bytes_of(args.host)
+    host = None if args.host is None else bytes_of(args.host, "--host ")
     found = hardware(args.device, *links, memory, args.products, args.share, short, costs, room, host)
     return replace(found, costs_of=f"the costs of {args.costs}") if costs else found
 
@@ -321,8 +301,7 @@ def telling(silent: bool) -> Any:
 
 def show(seen: Foresight, found: Sequence[Remedy]) -> None:
     """Print a forecast, and what would have to change for it to fit."""
-    for title, head, rows in sections(seen):
-        _table(title, head, rows)
+    _show_tables(sections(seen))
     if not seen.fits:
         limit = size_text(seen.hardware.memory or 0)
         peak = size_text(seen.held(seen.least))
@@ -334,18 +313,7 @@ def show(seen: Foresight, found: Sequence[Remedy]) -> None:
         print("\n".join([*(f"  {remedy}" for remedy in found), *closing(seen, found)]))
 
 
-def _table(title: str, head: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    try:
-        from rich.console import Console
-        from rich.table import Table
-    except ImportError:
-        print(f"{title}\n" + "\n".join("  ".join(row) for row in (head, *rows)) + "\n")
-        return
-    table = Table(*head, title=title, title_justify="left", show_edge=False)
-    for number, column in enumerate(table.columns):
-        if number and all(re.match(r"[\d,.]+( |$|%)", row[number]) or not row[number] for row in rows):
-            column.justify = "right"
-    for row in rows:
-        table.add_row(*row)
-    Console(width=None if sys.stdout.isatty() else 120, highlight=False).print(table)
-    print()
+def _show_tables(tables: Iterable[Section]) -> None:
+    for title, heads, rows in tables:
+        print_table(heads, rows, title)
+        print()

@@ -119,8 +119,7 @@ class Search:
 
     def __str__(self) -> str:
         rows = [self.head, *self.table()][: 1 + SHOWN]
-        widths = [max(len(row[column]) for row in rows) for column in range(len(self.head))]
-        told = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+        told = [line.rstrip() for line in markup.aligned(rows, [True] * len(self.head))]
         told += [f"and {len(self.options) - SHOWN} more"] if len(self.options) > SHOWN else []
         told += [f"{shape}: {why}" for shape, why in self.refused.items()]
         return "\n".join(told)

@@ -161,7 +161,11 @@ def harness(
     expect("harness(state, forward)", wants)
     if state.plan.whole is not None:
         state = reshard_state(state, state.plan.replace(stages=None), None)
-    scorer = Scorer(state, forward, encode, decode, eos, length, batch)
+    return _served(Scorer(state, forward, encode, decode, eos, length, batch), max_new)
+
+
+def _served(scorer: Scorer, max_new: int) -> Any:
+    """A scorer as the harness takes it."""
     base: Any = import_module("lm_eval.api.model").LM
 
     class Sharded(base):  # type: ignore[misc]
@@ -169,11 +173,12 @@ def harness(
 
         def loglikelihood(self, requests: Sequence[Any], **more: Any) -> list[tuple[float, bool]]:
             """The log-probability of each continuation of a context."""
-            return scorer.logprobs([_pair(encode, *request.args) for request in requests])
+            return scorer.logprobs([_pair(scorer.encode, *request.args) for request in requests])
 
         def loglikelihood_rolling(self, requests: Sequence[Any], **more: Any) -> list[float]:
             """The log-probability of each whole text, in windows of the model's length."""
-            windows = [_windows(list(encode(request.args[0])), eos, length) for request in requests]
+            texts = [list(scorer.encode(request.args[0])) for request in requests]
+            windows = [_windows(tokens, scorer.eos, scorer.length) for tokens in texts]
             found = iter(scorer.logprobs([window for row in windows for window in row]))
             return [sum(next(found)[0] for _ in row) for row in windows]
 

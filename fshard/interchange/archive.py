@@ -39,6 +39,9 @@ STORAGES: dict[str, torch.dtype] = {
 }
 """The dtypes of typed storages."""
 
+KNOWN = REBUILD | {UNTYPED, HOOKS} | {GlobalName("torch", name) for name in (*STORAGES, *DTYPES)}
+"""The names that the pickle of a tensor may contain."""
+
 
 @dataclass(frozen=True)
 class StridedData:
@@ -65,7 +68,7 @@ def find_tensor(file: File, begin: int, length: int) -> tuple[torch.dtype, Shape
     order = members.get("byteorder")
     if order is not None and bytes(file.read(order[0], min(order[1], order[0] + 9))) != b"little":
         raise ValueError("its bytes are not in little-endian order")
-    made = read_pickle(file.read(at, end), _known)
+    made = read_pickle(file.read(at, end), KNOWN.__contains__)
     if not isinstance(made, CallRecord) or made.of not in REBUILD or len(made.args) < 6 or made.state is not None:
         raise ValueError("its pickle holds no plain tensor")
     storage, offset, shape, strides = made.args[:4]
@@ -96,13 +99,6 @@ def _storage(made: Any, dtype: Any) -> tuple[torch.dtype, str, int]:
     if of == UNTYPED:
         count = count // known.itemsize if count % known.itemsize == 0 else -1
     return known, key, count
-
-
-def _known(name: GlobalName) -> bool:
-    """Tell whether the pickle of a tensor may contain a name."""
-    if name.module == "torch":
-        return name.name in STORAGES or name.name in DTYPES
-    return name in REBUILD or name in (UNTYPED, HOOKS)
 
 
 class _Window:

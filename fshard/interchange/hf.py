@@ -6,18 +6,18 @@ import re
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from fshard import tree
-from fshard.arguments import Want, expect
+from fshard.arguments import Want, bytes_of, expect
 from fshard.checkpoint.tensorfile import TensorMeta
 from fshard.errors import PlanError, TreeError, lines
 from fshard.interchange.export import deliver, export_entries, on_one_replica, stream
 from fshard.interchange.export_plan import ROLE, ExportItem, plan_export
-from fshard.interchange.hf_files import HfFiles, HfWriter, size_in_bytes
+from fshard.interchange.hf_files import HfFiles, HfWriter
 from fshard.interchange.hf_names import Converted, family, persistent, to_files, unsaved
 from fshard.interchange.rename import RenameLike, apply_rules, decided
 from fshard.interchange.source import MemorySource, PartSource, TensorSource, load
@@ -26,9 +26,9 @@ from fshard.model.initial_values import Initializer
 from fshard.optim.base import Optimizer
 from fshard.played.everywhere import called_on_each_rank
 from fshard.runtime.comm import collective_call, first_rank_or_raise, mesh_communicator
+from fshard.sharding.mesh import Mesh
 from fshard.sharding.plan import Plan
 from fshard.state.init import Inits
-from fshard.state.pieces import Entry
 from fshard.state.train_state import TrainState
 
 
@@ -141,37 +141,33 @@ def save_hf(
         ("path", path, (str, os.PathLike), "a folder"),
         ("plan", plan, (Plan, type(None)), "what fs.make_plan returned"),
         ("rename", rename, (list, tuple), "a list of (pattern, name)"),
+        ("max_shard_size", max_shard_size, (int, str), "bytes, or a size such as '5GB'"),
     ]
     expect("save_hf(state, path)", wants)
-    limit = size_in_bytes(max_shard_size)
+    limit = bytes_of(str(max_shard_size), "max_shard_size=")
     settings = config.to_dict() if hasattr(config, "to_dict") else config
     if settings is not None and not isinstance(settings, Mapping):
         raise PlanError(f"config={type(settings).__name__} must be a config of transformers, or a dict")
     plan, listed, check_alive = export_entries(state, plan, "params")
-    options = HfOptions(Path(path), tuple(rename), settings, dtype, limit, overwrite, buffers)
-    on_one_replica(plan, listed, "save_hf", lambda: _write(plan, listed, check_alive, options))
+
+    def write() -> None:
+        items = plan_export(plan, listed, to=0, axes="all", dtype=dtype, rename=rename)
+        items.sort(key=lambda item: -item.dtype.itemsize)  # aligns every element of a file
+        outputs = HfOutputs(family(plan), items, buffers, decided(rename, plan.leaves))
+        _write(plan.mesh, outputs, HfWriter(Path(path), outputs.tensors, limit, overwrite), settings, check_alive)
+
+    on_one_replica(plan, listed, "save_hf", write)
 
 
-class HfOptions(NamedTuple):
-    """A way to write a model: where, under which names, with which config, in which dtype, in files of which size."""
-
-    path: Path
-    rename: Sequence[RenameLike]
-    settings: Mapping[str, Any] | None
-    dtype: torch.dtype | None
-    limit: int
-    overwrite: bool
-    buffers: Mapping[str, Any] | None
-
-
-def _write(plan: Plan, listed: Sequence[Entry], check_alive: Callable[[], object], options: HfOptions) -> None:
-    """Write the entries of a plan. Collective."""
-    path, rename, settings, dtype, limit, overwrite, buffers = options
-    items = plan_export(plan, listed, to=0, axes="all", dtype=dtype, rename=rename)
-    items.sort(key=lambda item: -item.dtype.itemsize)  # aligns every element of a file
-    outputs = HfOutputs(family(plan), items, buffers, decided(rename, plan.leaves))
-    writer = HfWriter(path, outputs.tensors, limit, overwrite)
-    comm, rank = mesh_communicator(plan.mesh, ROLE), plan.mesh.rank
+def _write(
+    mesh: Mesh,
+    outputs: "HfOutputs",
+    writer: HfWriter,
+    settings: Mapping[str, Any] | None,
+    check_alive: Callable[[], object],
+) -> None:
+    """Write the outputs as their leaves arrive. Collective."""
+    comm, rank = mesh_communicator(mesh, ROLE), mesh.rank
 
     def publish() -> None:
         if failure is not None:

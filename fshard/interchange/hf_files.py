@@ -15,7 +15,7 @@ from torch import Tensor
 from fshard.checkpoint import tensorfile
 from fshard.checkpoint.tensorfile import TensorMeta, write_header
 from fshard.checkpoint.write import new_file, raw
-from fshard.errors import CheckpointError, DamagedError, PlanError, lines
+from fshard.errors import CheckpointError, DamagedError, lines
 from fshard.interchange.source import read_box
 from fshard.reading.files import File, file_errors, is_plain_name, listed, open_file, printable, unusable
 from fshard.reading.texts import parse_json
@@ -242,20 +242,3 @@ def _weights_in(folder: Path) -> list[Path]:
     """Weights in a folder that a reader could take for the new ones."""
     patterns = ("model.safetensors", "model-*-of-*.safetensors", INDEX, "pytorch_model*.bin*")
     return sorted({path for pattern in patterns for path in folder.glob(pattern)})
-
-
-def size_in_bytes(size: int | str) -> int:
-    """A size such as ``5000000``, ``"5GB"`` or ``"512MiB"``; a PlanError for any other value.
-
-    >>> size_in_bytes("2KB"), size_in_bytes("2KiB")
-    (2000, 2048)
-    """
-    units = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
-    if isinstance(size, int) and not isinstance(size, bool) and size > 0:
-        return size
-    for unit, factor in units.items():
-        if isinstance(size, str) and size.endswith(unit) and size.removesuffix(unit).strip().isdigit():
-            count = int(size.removesuffix(unit)) * factor
-            if count:
-                return count
-    raise PlanError(f"max_shard_size={size!r}: give bytes, or a number with a unit of {', '.join(units)}")

@@ -27,30 +27,25 @@ FILE = ".metadata"
 LIMIT = 1 << 30
 """The most bytes of the file."""
 
-RECORDS = {
+SIZE = GlobalName("torch", "Size")
+PATHS = "PosixPath WindowsPath PurePosixPath PureWindowsPath"
+ENCODING = "_MEM_FORMAT_ENCODING"
+"""An enum, whose members some versions of Python write by their names."""
+
+NAMES = {
     "torch.distributed.checkpoint.metadata": (
-        "Metadata",
-        "MetadataIndex",
-        "TensorStorageMetadata",
-        "BytesStorageMetadata",
-        "ChunkStorageMetadata",
-        "TensorProperties",
-        "StorageMeta",
-        "_MEM_FORMAT_ENCODING",
+        "Metadata MetadataIndex TensorStorageMetadata BytesStorageMetadata ChunkStorageMetadata TensorProperties "
+        f"StorageMeta {ENCODING} {ENCODING}.TORCH_CONTIGUOUS_FORMAT {ENCODING}.TORCH_CHANNELS_LAST "
+        f"{ENCODING}.TORCH_PRESERVE_FORMAT"
     ),
-    "torch.distributed.checkpoint.filesystem": ("_StorageInfo",),
+    "torch.distributed.checkpoint.filesystem": "_StorageInfo",
+    "torch.serialization": "_get_layout",
+    "torch": " ".join(["Size", *DTYPES]),
+    "pathlib": PATHS,
+    "pathlib._local": PATHS,
 }
-"""The classes that become records, by module."""
-
-PATHS = ("pathlib", "pathlib._local")
-
-MEMBERS = {
-    GlobalName("torch.distributed.checkpoint.metadata", f"_MEM_FORMAT_ENCODING.{name}")
-    for name in ("TORCH_CONTIGUOUS_FORMAT", "TORCH_CHANNELS_LAST", "TORCH_PRESERVE_FORMAT")
-}
-"""Members of an enum by their names, as some versions of Python write them."""
-
-SIZE, LAYOUT = GlobalName("torch", "Size"), GlobalName("torch.serialization", "_get_layout")
+KNOWN = frozenset(GlobalName(module, name) for module, names in NAMES.items() for name in names.split())
+"""The names that metadata may contain."""
 
 PRIME = (1 << 61) - 1
 
@@ -124,7 +119,7 @@ def _unpickled(file: File) -> CallRecord:
         raise DamagedError(f"{file.path} has {file.size} bytes, and {LIMIT} are the most that are read")
     file.check_dense()
     try:
-        top = read_pickle(file.read(0, file.size), _known)
+        top = read_pickle(file.read(0, file.size), KNOWN.__contains__)
     except UnknownNameError as error:
         raise CheckpointError(
             f"{file.path} names {printable(str(error))}, which no metadata of a checkpoint needs, and which could run "
@@ -135,15 +130,6 @@ def _unpickled(file: File) -> CallRecord:
     if not isinstance(top, CallRecord) or kind_of(top) != "Metadata":
         raise DamagedError(f"{file.path} holds a {kind_of(top)}, not the Metadata of torch.distributed.checkpoint")
     return top
-
-
-def _known(name: GlobalName) -> bool:
-    """Tell whether metadata may contain a name."""
-    if name in (SIZE, LAYOUT) or name in MEMBERS:
-        return True
-    if name.module in PATHS:
-        return name.name in ("PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath")
-    return name.name in RECORDS.get(name.module, ()) or (name.module == "torch" and name.name in DTYPES)
 
 
 def kind_of(value: Any) -> str:

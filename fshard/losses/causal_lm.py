@@ -81,18 +81,7 @@ def causal_lm_loss(
     }
 
     def loss(params: Any, batch: Mapping[str, Any]) -> Mean:
-        labels = batch.get("labels") if isinstance(batch, Mapping) else None
-        if not isinstance(labels, Tensor):
-            has = f"the keys {list(batch)}" if isinstance(batch, Mapping) else described(batch)
-            raise PlanError(
-                f"fs.causal_lm_loss: a batch with {has}: give a mapping with labels, a tensor (rows, tokens)"
-            )
-        shifted = batch.get(SHIFTED)
-        if shifted is None and attends_over_ranks(model.module):
-            raise PlanError(
-                f"fs.causal_lm_loss: this rank's labels {list(labels.shape)} are a part of the sequence, so the token "
-                f"after each of its chunks is on another rank: give shift_labels, as fs.parallel.context_batch does"
-            )
+        following = _following(model, batch, ignore_index)
         if not attends_over_ranks(model.module) and (axes := cut_along(head.leaf(params, "weight"), 1)):
             raise PlanError(
                 f"fs.causal_lm_loss: batch= cuts sequences over the ranks of {axes}, and the attention of this model "
@@ -101,7 +90,6 @@ def causal_lm_loss(
             )
         given = {name: each for name, each in batch.items() if name not in ("labels", SHIFTED)}
         hidden = model.apply(params, method=decoder, **{"use_cache": False, **given}).last_hidden_state
-        following = F.pad(labels[..., 1:], (0, 1), value=ignore_index) if shifted is None else shifted
         hiddens, weights = head.pairs(params, hidden)
         axis = None if head.axis is None or bound_size(head.axis) == 1 else head.axis
         found: Mean = chunked_cross_entropy(
@@ -110,6 +98,25 @@ def causal_lm_loss(
         return found
 
     return loss
+
+
+def _following(model: Model, batch: Any, ignore_index: int) -> Any:
+    """The label of each token's next one.
+
+    Raises:
+        PlanError: the batch has no labels; or it is a part of a sequence, without ``shift_labels``.
+    """
+    labels = batch.get("labels") if isinstance(batch, Mapping) else None
+    if not isinstance(labels, Tensor):
+        has = f"the keys {list(batch)}" if isinstance(batch, Mapping) else described(batch)
+        raise PlanError(f"fs.causal_lm_loss: a batch with {has}: give a mapping with labels, a tensor (rows, tokens)")
+    shifted = batch.get(SHIFTED)
+    if shifted is None and attends_over_ranks(model.module):
+        raise PlanError(
+            f"fs.causal_lm_loss: this rank's labels {list(labels.shape)} are a part of the sequence, so the token "
+            f"after each of its chunks is on another rank: give shift_labels, as fs.parallel.context_batch does"
+        )
+    return F.pad(labels[..., 1:], (0, 1), value=ignore_index) if shifted is None else shifted
 
 
 def takes_chunks(module: nn.Module) -> bool:

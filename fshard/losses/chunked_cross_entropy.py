@@ -85,10 +85,7 @@ def chunked_cross_entropy(
     check_ids(labels, loss.classes, ignore_index, NAME)
     rows = labels.reshape(-1)
     kind = hiddens[0].device.type
-    if torch.is_autocast_enabled(kind) and hiddens[0].dtype != torch.float64:
-        dtype = torch.get_autocast_dtype(kind)
-        hiddens, weights = [each.to(dtype) for each in hiddens], [each.to(dtype) for each in weights]
-        bias = None if bias is None else bias.to(dtype)
+    hiddens, weights, bias = _as_autocast(kind, hiddens, weights, bias)
     with torch.autocast(kind, enabled=False):
         flat = [each.reshape(-1, each.shape[-1]) for each in hiddens]
         head = ChunkedHead(loss, chunks)
@@ -99,6 +96,17 @@ def chunked_cross_entropy(
         return total
     count = (rows != ignore_index).sum()
     return total / count if reduction == "mean" else Mean(total, count)
+
+
+def _as_autocast(
+    kind: str, hiddens: list[Tensor], weights: list[Tensor], bias: Tensor | None
+) -> tuple[list[Tensor], list[Tensor], Tensor | None]:
+    """The same in the dtype of autocast where that is on; float64 stays."""
+    if not torch.is_autocast_enabled(kind) or hiddens[0].dtype == torch.float64:
+        return hiddens, weights, bias
+    dtype = torch.get_autocast_dtype(kind)
+    cast = None if bias is None else bias.to(dtype)
+    return [each.to(dtype) for each in hiddens], [each.to(dtype) for each in weights], cast
 
 
 def _classes(width: int, axis: str | None, vocab: int | None, mesh: Mesh | None) -> int:

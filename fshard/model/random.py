@@ -16,7 +16,7 @@ kernels for it, in ``torch.func._random``, are private and for CUDA alone, and a
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, SupportsIndex
 
 import torch
 from torch import Tensor
@@ -52,7 +52,7 @@ def key(seed: int | Tensor, *, device: torch.device | str | None = None) -> Tens
     >>> fs.random.key(7)
     tensor([7, 0])
     """
-    if not hasattr(seed, "__index__") or isinstance(seed, Tensor) and (seed.ndim or seed.is_floating_point()):
+    if not isinstance(seed, SupportsIndex) or isinstance(seed, Tensor) and (seed.ndim or seed.is_floating_point()):
         raise PlanError(f"fs.random.key(seed={seed!r}): a seed is an int, or a 0-dim tensor of an integer dtype")
     if isinstance(seed, Tensor):
         low = seed.to(device=device, dtype=torch.int64)

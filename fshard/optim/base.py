@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Hashable
 from numbers import Real
-from typing import Any, ClassVar, Protocol, cast
+from typing import Any, ClassVar, Protocol, cast, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -32,6 +32,7 @@ Tensors = list[Tensor]
 States = list[State]
 
 
+@runtime_checkable
 class Optimizer(Protocol):
     """Two pure functions, ``init`` and ``update``, and the hyper-parameters they are frozen with.
 

@@ -70,7 +70,7 @@ def pattern(name: str, value: Any) -> list[str]:
 
 def is_optimizer(value: Any) -> TypeGuard[Optimizer]:
     """Tell whether a value has what an optimizer has, and is not its class."""
-    return all(hasattr(value, part) for part in ("init", "update", "hyper", "lr")) and not isinstance(value, type)
+    return isinstance(value, Optimizer) and not isinstance(value, type)
 
 
 def optimizer_meant(value: Any) -> str:

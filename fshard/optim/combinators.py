@@ -3,7 +3,7 @@
 import re
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor
 
@@ -163,6 +163,7 @@ def masked(opt: Optimizer, pattern: str) -> partition:
     return partition([(pattern, opt), (ANY, None)])
 
 
+@runtime_checkable
 class GradientChange(Protocol):
     """A change of gradients in front of an optimizer: elementwise, in place, without state."""
 
@@ -278,7 +279,9 @@ class chain(Inner):  # noqa: N801
 
     def __init__(self, *parts: Any) -> None:
         problems = checks.optimizer("the last part", parts[-1]) if parts else ["no parts were given"]
-        problems += [f"part {i} = {p!r}: has no apply()" for i, p in enumerate(parts[:-1]) if not hasattr(p, "apply")]
+        problems += [
+            f"part {i} = {p!r}: has no apply()" for i, p in enumerate(parts[:-1]) if not isinstance(p, GradientChange)
+        ]
         checks.require(self, *problems)
         vars(self).update(opt=parts[-1], changes=tuple(parts[:-1]))
 

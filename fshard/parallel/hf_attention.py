@@ -138,13 +138,14 @@ class ContextAttention:
         documents = _documents(where, query, attention_mask, kwargs.get("documents"))
         if not layer:
             self._check_positions(where, kwargs.get("position_ids"), documents, query, causal)
-        options: dict[str, Any] = {"causal": causal, "scale": scaling, "documents": documents}
-        if self.name == RING:
-            out = ring_attention(query, key, value, axis=self.axes[0], **options)
-        else:
-            ring = self.axes[0] if len(self.axes) > 1 else None
-            out = ulysses_attention(query, key, value, axis=self.axes[-1], ring=ring, **options)
+        out = self._attention(query, key, value, causal=causal, scale=scaling, documents=documents)
         return out.transpose(1, 2).contiguous(), None
+
+    def _attention(self, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
+        if self.name == RING:
+            return ring_attention(query, key, value, axis=self.axes[0], **options)
+        ring = self.axes[0] if len(self.axes) > 1 else None
+        return ulysses_attention(query, key, value, axis=self.axes[-1], ring=ring, **options)
 
     def mask(
         self,

@@ -247,15 +247,15 @@ class Assembled:
         return self.table.recorded
 
     @functools.cached_property
-    def means(self) -> list[int]:
-        """The number of auxiliary means of each pass."""
-        return [each.means for each in self.recorded.passes]
+    def pairs(self) -> int:
+        """The count of totals and counts that ranks sum at the end of the step: of losses and auxiliary means."""
+        return sum([2 + 2 * each.named[0] for each in self.recorded.passes])
 
     @functools.cached_property
     def width(self) -> int:
-        """The count of numbers that are summed over ranks at the end of the step."""
+        """The count of all numbers that ranks sum then."""
         sets: list[int] = [update.part.norms.sets for update in self.recorded.updates]
-        return sum(2 + 2 * means for means in self.means) + sum(TOLD + one for one in sets)
+        return self.pairs + sum([TOLD + one for one in sets])
 
     @functools.cached_property
     def copied(self) -> list[Axes]:

@@ -6,14 +6,37 @@ from typing import Any, NamedTuple
 
 from fshard.errors import NonFiniteError
 from fshard.optim.scaling import Scale
+from fshard.parts.assemble import Assembled
 from fshard.parts.replay import Replay
+from fshard.parts.returned_values import plain_columns
 from fshard.parts.step_arguments import FunctionResult
 from fshard.parts.step_values import Bank, Number, Updated, number_of
 from fshard.parts.told_rates import TOLD, check_rates
 from fshard.runtime.comm import Communicator
+from fshard.runtime.engine.plain_values import PlainTold
 from fshard.runtime.steps import scalar
 from fshard.runtime.steps.addresses import where
+from fshard.runtime.steps.consensus import Columns, JointRow, check_counts, quotient
 from fshard.runtime.steps.decide import skipped_by
+
+
+class StepTally(NamedTuple):
+    """The numbers that one rank brings to the end of a step function.
+
+    Attributes:
+        sums: those that are summed over ranks, in the order of ``Replay.tally``.
+        copies: marks of the copies that it holds.
+        plain: the plain values that its function returned.
+    """
+
+    sums: Sequence[float] = ()
+    copies: Sequence[float] = ()
+    plain: PlainTold = PlainTold()
+
+    def columns(self, step: Assembled, busy: float) -> Columns:
+        """The numbers by name."""
+        sums, copies = (self.sums, step.width), (self.copies, len(step.copied))
+        return {"sums": sums, "copies": copies, **plain_columns(self.plain), "busy": ([busy], 1)}
 
 
 class UpdateNumbers(NamedTuple):
@@ -36,17 +59,22 @@ class Numbers:
     Args:
         replay: the step.
         result: what its function returned.
-        sums: of what ranks have brought, in the order of ``Replay.tally``.
+        row: the ``columns`` of all ranks.
+
+    Raises:
+        LossError: a rank's count is negative; on all ranks alike.
     """
 
-    def __init__(self, replay: Replay, result: FunctionResult, sums: Sequence[float]) -> None:
+    def __init__(self, replay: Replay, result: FunctionResult, row: JointRow) -> None:
+        sums, pairs = row.summed("sums"), replay.step.pairs
+        if any([count < 0 for count in sums[1:pairs:2]]):
+            check_counts([*zip(*row.told("sums"), strict=True)][1:pairs:2])
         self.replay, found = replay, iter(sums)
         self.losses: list[tuple[float, float]] = []
         self.means: list[list[float]] = []
-        for means in replay.step.means:
+        for each in replay.step.recorded.passes:
             self.losses.append((next(found), next(found)))
-            pairs = [(next(found), next(found)) for _ in range(means)]
-            self.means.append([total / count if count else total * math.inf for total, count in pairs])
+            self.means.append([quotient(next(found), next(found)) for _ in range(each.named[0])])
         self.refused: list[Updated] = []  # those that ``skip=`` says no to
         self.updates = [update for final in result.finals for update in final.updates]
         self.of_update: dict[Updated, UpdateNumbers] = {}

@@ -16,14 +16,16 @@ from fshard.parts.compose import Composition
 from fshard.parts.step_arguments import Arguments, Final, FunctionResult
 from fshard.parts.step_values import Bank, Number, RunningFlat, RunningMemory, Updated, memory_of
 from fshard.runtime.comm.call_site import line_of
+from fshard.runtime.comm.facts import Facts, facts_of
 from fshard.runtime.engine.activations import Activations
 from fshard.runtime.engine.batch import check_even, faked, microbatches, signature
 from fshard.runtime.engine.fake_fallback import needs_values
-from fshard.runtime.engine.loss_result import as_means, detached, means_of, read_loss
+from fshard.runtime.engine.loss_result import as_means, detached, fingerprint, means_of, read_loss
 from fshard.runtime.engine.program_mode import ProgramMode
 from fshard.runtime.execution import ProgramTrace, Shard, Shards, partly_updated
 from fshard.runtime.execution.trace_program import trace_in, without_data
 from fshard.runtime.steps import PassSpec
+from fshard.runtime.steps.step_refusals import kind_text
 from fshard.schedule.footprint import Need, above
 from fshard.schedule.infos import group_infos
 from fshard.schedule.ops import GroupInfo
@@ -47,7 +49,7 @@ class RecordedPass:
         version: the number of the parameters that it reads.
         found: its program.
         key: of the batch that it was given.
-        means: the number of its auxiliary means.
+        named: how many auxiliary means it has, and a hash of their names.
         plain: whether some of these are plain means, of batches that must be of equal sizes on all ranks.
     """
 
@@ -55,7 +57,7 @@ class RecordedPass:
     version: int
     found: ProgramTrace
     key: Hashable
-    means: int
+    named: tuple[int, int]
     plain: bool = False
 
 
@@ -137,6 +139,12 @@ class StepRecord:
             )
             for at, base in enumerate(self.bases)
         ]
+
+    @functools.cached_property
+    def returned(self) -> Facts:
+        """The kinds of what its passes return, whose numbers ranks sum."""
+        passes = enumerate(self.passes)
+        return facts_of({f"pass {n} returns": kind_text(each.found.weighted, *each.named) for n, each in passes})
 
     def home(self, version: int, group: int) -> int:
         """The version whose gathers a group of a version is read from."""
@@ -257,21 +265,23 @@ class Recording(Composition):
         before = self.between.take()
         traced, self.traced = self.traced or self._trace(spec, batch), None
         if traced is None:
-            raise UntraceablePart(f"{VALUES}, in {part_of(spec)}")
+            raise UntraceablePart(f"{VALUES}, in {getattr(spec.fn, '__name__', 'a function')}")
         found, result = traced
         if spec.train and not found.weighted:
             check_even(batch, spec.accumulate)
         values = read_loss(result).aux if spec.train else result
-        means = len(means_of(as_means(values)))
-        plain = means > len(means_of(values))
-        self.stages.append(RecordedPass(spec, version, found, signature(batch), means, plain))
+        named = fingerprint(as_means(values))
+        plain = named[0] > len(means_of(values))
+        self.stages.append(RecordedPass(spec, version, found, signature(batch), named, plain))
         self.needs += above(before, found.needs)
         if not spec.train:
             return torch.float32, result
         loss = read_loss(result)
         with self.mode:
             aux = as_means(tree.mapped(detached, loss.aux)) if loss.aux else {}
-            return loss.total.dtype, tree.mapped(lambda x: _stacked(x, spec.accumulate), aux)
+            if (many := spec.accumulate) > 1:  # those of all microbatches
+                aux = tree.mapped(lambda x: torch.stack([x] * many) if isinstance(x, Tensor) else x, aux)
+            return loss.total.dtype, aux
 
     def bank(self, form: FlatForm, number: int) -> Bank:
         """Fake gradients."""
@@ -285,7 +295,7 @@ class Recording(Composition):
     def settle_bank(self, bank: Bank) -> None:
         """Counts are summed where the loss is an ``fs.Mean``."""
         if self._pass(bank.number).found.weighted:
-            self.foresee(bank.form.plan)
+            self._foresee(bank.form.plan.mesh)
 
     def place(self, version: int, source: RunningFlat) -> None:
         """Note that a pass reads it."""
@@ -293,7 +303,7 @@ class Recording(Composition):
 
     def updated(self, updated: Updated, before: RunningMemory) -> Any:
         """Fake shards."""
-        self.foresee(updated.part.plan)
+        self._foresee(updated.part.plan.mesh)
         for group in partly_updated(updated.part.chosen):
             self.mode.foresee(updated.part.plan.mesh, updated.part.plan.groups[group].opt_axes)
         for at in range(len(updated.part.norms.names) + 1):
@@ -309,12 +319,12 @@ class Recording(Composition):
 
     def exchanged(self, value: Number) -> float:
         """Ranks will exchange it."""
-        self.foresee(value.of.part.plan if value.kind == "norm" else self._pass(value.of).spec.plan)
+        self._foresee((value.of.part if value.kind == "norm" else self._pass(value.of).spec).plan.mesh)
         return math.nan
 
     def meet(self, mesh: Mesh, row: Sequence[int]) -> list[list[int]]:
         """Ranks will exchange them. Here all have those of this one."""
-        self.mode.foresee(mesh, mesh.axis_names)
+        self._foresee(mesh)
         return [[*row] for _ in range(mesh.size)]
 
     def number_tensor(self, number: float, dtype: torch.dtype) -> Tensor:
@@ -322,9 +332,8 @@ class Recording(Composition):
         with self.mode:
             return torch.empty((), dtype=dtype, device="cpu")
 
-    def foresee(self, plan: Plan) -> None:
-        """Note that ranks will exchange numbers."""
-        self.mode.foresee(plan.mesh, plan.mesh.axis_names)
+    def _foresee(self, mesh: Mesh) -> None:
+        self.mode.foresee(mesh, mesh.axis_names)
 
     def _pass(self, number: int) -> RecordedPass:
         return [stage for stage in self.stages if isinstance(stage, RecordedPass)][number]
@@ -377,23 +386,11 @@ def record(fn: Callable[..., Any], given: Arguments, plan: Plan) -> StepRecord |
     return recording.recorded(result, [*axes])
 
 
-def part_of(spec: PassSpec) -> str:
-    """The name of a pass's function."""
-    return getattr(spec.fn, "__name__", "a function")
-
-
 def recorded_updates(result: FunctionResult) -> list[RecordedUpdate]:
     """The updates that what a step function returned leaves to the next step."""
-    return [_recorded(final, each, each in result.copied) for final in result.finals for each in final.updates]
 
+    def one(final: Final, updated: Updated) -> RecordedUpdate:
+        bank = updated.grads.number if isinstance(updated.grads, Bank) and updated not in result.copied else None
+        return RecordedUpdate(final.memory.origin, updated.part, bank, final.memory.shards_made is None)
 
-def _recorded(final: Final, updated: Updated, copied: bool) -> RecordedUpdate:
-    bank = updated.grads.number if isinstance(updated.grads, Bank) and not copied else None
-    return RecordedUpdate(final.memory.origin, updated.part, bank, final.memory.shards_made is None)
-
-
-def _stacked(leaf: Any, many: int) -> Any:
-    """An auxiliary value of a rank, of all its microbatches."""
-    if many == 1 or not isinstance(leaf, Tensor):
-        return leaf
-    return torch.stack([leaf] * many)
+    return [one(final, each) for final in result.finals for each in final.updates]

@@ -1,6 +1,5 @@
 """A step function on its schedule: parts find the ops that the trace has foreseen, in their order."""
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,12 +13,12 @@ from fshard.parts.assemble import Assembled
 from fshard.parts.compose import Composition
 from fshard.parts.copy_marks import Marks
 from fshard.parts.record import RecordedLocal, RecordedPass, RecordedUpdate, recorded_updates
-from fshard.parts.replayed_pass import ReplayedPass, marked
+from fshard.parts.returned_values import marked
 from fshard.parts.step_arguments import FunctionResult
 from fshard.parts.step_values import Bank, Number, RunningFlat, RunningMemory, StateParams, Updated
 from fshard.parts.told_rates import check_rates, told_rate
 from fshard.runtime.engine.batch import check_detached, check_device, check_even, microbatches, signature
-from fshard.runtime.engine.loss_result import as_means, means_of
+from fshard.runtime.engine.loss_result import as_means, fingerprint
 from fshard.runtime.engine.plain_values import PlainTold, PlainValues
 from fshard.runtime.engine.proxies import Mispredicted
 from fshard.runtime.execution import Shard, Shards, partly_updated
@@ -27,8 +26,9 @@ from fshard.runtime.execution.executor import Scheduled
 from fshard.runtime.memory import memory_space, values_of
 from fshard.runtime.memory.memory_spaces import deallocate
 from fshard.runtime.steps import PassSpec
+from fshard.runtime.steps.consensus import check_counts, mean_scale, quotient
 from fshard.runtime.steps.passes import Passes
-from fshard.runtime.steps.readings import Reading, RuleNorms, answers, plain, squares
+from fshard.runtime.steps.readings import Reading, RuleNorms, answers, mean_pairs, pair, plain, squares
 from fshard.runtime.steps.records import PassResult
 from fshard.schedule.ops import LOCAL, ROOT
 from fshard.sharding.mesh import Mesh
@@ -73,7 +73,7 @@ class Replay(Composition):
     ready: Any = None
     executor: Any = None
     at: int = 0
-    ran: list[ReplayedPass] = field(default_factory=list)
+    ran: list[PassResult] = field(default_factory=list)
     dead: list[Tensor] = field(default_factory=list)
     scales: dict[int, float] = field(default_factory=dict)
     banks: dict[int, Bank] = field(default_factory=dict)
@@ -144,16 +144,14 @@ class Replay(Composition):
             check_detached(batch)
         if spec.train and not stage.found.weighted:
             check_even(batch, spec.accumulate)
-        measured, divisor = self._microbatches(spec, number, stage, parts)
-        self.ran.append(ReplayedPass(measured, divisor, spec.parts))
+        measured = self._microbatches(spec, number, stage, parts)
+        self.ran.append(measured)
         aux = marked(measured.aux) if spec.train else measured.aux[0]
         dtype = measured.losses[0][0].dtype if spec.train else torch.float32
         return dtype, aux
 
-    def _microbatches(
-        self, spec: PassSpec, number: int, stage: RecordedPass, parts: Sequence[Any]
-    ) -> tuple[PassResult, float]:
-        """Return what a pass comes to, and what its gradients are divided by."""
+    def _microbatches(self, spec: PassSpec, number: int, stage: RecordedPass, parts: Sequence[Any]) -> PassResult:
+        """Return what a pass comes to."""
         prepared, executor, scale = self.step.passes[number], self.executor, self._loss_scale(spec, stage.version)
         readable, outside = self.step.readable(number), stage.found.program.reads[ROOT].__contains__
         view = PassExecutor(executor, self.step.first[number], executor.reach, executor.settle, readable, outside)
@@ -162,9 +160,10 @@ class Replay(Composition):
             prepared.actions.gradients.fill()
         if spec.train and measured.weighted is not stage.found.weighted:
             raise Mispredicted("the loss of a pass changed between a mean and an fs.Mean")
-        if len(means_of(as_means(measured.aux[0]))) != stage.means:
+        aux = [*map(as_means, measured.aux)]
+        if fingerprint(aux[0]) != stage.named:
             raise Mispredicted("a pass returned other auxiliary means than when it was traced")
-        return measured, spec.divisor / scale
+        return measured._replace(aux=aux, divided=spec.divisor / scale)
 
     def _loss_scale(self, spec: PassSpec, version: int) -> float:
         """Return the factor of a pass's loss: the scale of the state that it reads, or else of the first one."""
@@ -222,10 +221,7 @@ class Replay(Composition):
         """Make gradients those of the global mean, in place, once those in host memory are there."""
         self.step.passes[bank.number].actions.gradients.arrive()
         ran = self.ran[bank.number]
-        scale = ran.divisor / ran.parts
-        if ran.measured.weighted:
-            _, count = self._summed(bank.form.plan, ran.total)
-            scale = self.scale(bank.number, count)
+        scale = self.scale(bank.number, self._joint(bank.form.plan, pair(ran.losses))[1] if ran.weighted else 0.0)
         if scale != 1.0:
             for group in bank.form.groups:
                 if group.trainable:
@@ -239,12 +235,11 @@ class Replay(Composition):
             number: of the pass.
             count: of its elements, over all ranks.
         """
-        ran, plan = self.ran[number], self.step.recorded.passes[number].spec.plan
         if number in self.scales:
             return self.scales[number]
-        if not ran.measured.weighted:
-            return ran.divisor / ran.parts
-        return ran.divisor * (plan.mesh.size // plan.data_size) / count if count else math.nan
+        ran, spec = self.ran[number], self.step.recorded.passes[number].spec
+        copies = spec.plan.mesh.size // spec.plan.data_size
+        return mean_scale(count if ran.weighted else None, ran.divided, spec.parts, copies)
 
     def place(self, version: int, source: RunningFlat) -> None:
         """Let passes read parameters that the step has made."""
@@ -323,19 +318,30 @@ class Replay(Composition):
             norm: float = part.norm(value.of.state, found, value.at)
             return norm
         plan, ran = self.step.recorded.passes[value.of].spec.plan, self.ran[value.of]
-        pair = ran.total if value.kind == "loss" else ran.means[value.at]
-        total, count = self._summed(plan, pair)
-        return total / count if count else total * math.inf
+        numbers = pair(ran.losses) if value.kind == "loss" else mean_pairs(ran.aux)[value.at]
+        return quotient(*self._joint(plan, numbers))
 
     def own_loss(self, number: int) -> float:
         """The loss of a pass on this rank alone."""
-        ((total, count),) = answers([self.ran[number].total])
+        ((total, count),) = answers([pair(self.ran[number].losses)])
         return total / count if count else 0.0
 
     def origin(self, number: int) -> str:
         """Say where numbers of a pass stopped being finite on this rank; empty if nobody has looked."""
         step: Assembled = self.ready
         return step.programs[number].origin
+
+    def _joint(self, plan: Plan, numbers: Reading) -> tuple[float, float]:
+        """A total and a count, summed over all ranks.
+
+        Raises:
+            LossError: a rank's count is negative; on all ranks alike.
+        """
+        total, count = self._summed(plan, numbers)
+        if count < 0:
+            ((_, mine),) = answers([numbers])
+            check_counts([[-below for (below,) in self.meet(plan.mesh, [int(mine < 0)])]])
+        return total, count
 
     def _summed(self, plan: Plan, *readings: Reading) -> list[float]:
         """Numbers, summed over all ranks: equal on all of them."""
@@ -360,7 +366,7 @@ class Replay(Composition):
         """The numbers of this rank that are summed, as ``Numbers`` reads them; marks of copies; and plain values."""
         readings: list[Reading] = []
         for ran in self.ran:
-            readings += [ran.total, *ran.means]
+            readings += [pair(ran.losses), *mean_pairs(ran.aux)]
         for updated in updates:
             if isinstance(updated.grads, Bank):  # what lies in host memory must be there
                 self.step.passes[updated.grads.number].actions.gradients.arrive()

@@ -3,7 +3,6 @@
 The numbers of a step, such as losses, are equal on all ranks already; trees of shards are each rank's own.
 """
 
-import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -13,14 +12,24 @@ from fshard import tree
 from fshard.model.changed_buffers import mark_own
 from fshard.parts.step_values import Later, number_of
 from fshard.runtime.comm import Communicator
-from fshard.runtime.engine.loss_result import Mean
-from fshard.runtime.engine.plain_values import PlainTold, PlainValues, is_float, mean_of, plain_values
+from fshard.runtime.engine.loss_result import Mean, means_of
+from fshard.runtime.engine.plain_values import FLOAT, PlainTold, PlainValues, is_float, mean_of, plain_values
 from fshard.runtime.steps import scalar, widened
 from fshard.runtime.steps.batch_rows import uneven_rows
-from fshard.runtime.steps.consensus import OK, Columns, JointRow, check_equal, columns_of, exchange_row, unequal
+from fshard.runtime.steps.consensus import (
+    OK,
+    Columns,
+    JointRow,
+    check_counts,
+    check_equal,
+    columns_of,
+    exchange_row,
+    quotient,
+    unequal,
+)
 from fshard.runtime.steps.readings import answers, plain
 from fshard.state.flat import Flat, mark_of
-from fshard.training.metrics import like_float
+from fshard.training.metrics import combine_aux, like_float
 
 FLOATS = 16
 """Floats that travel in the row that ends a step. More take an exchange of their own."""
@@ -64,11 +73,13 @@ def joint_floats(control: Communicator, row: JointRow, mine: PlainTold, uneven: 
         uneven: how the sizes of batches differ between ranks, if they do.
 
     Raises:
-        LossError: plain values that must be equal differ; on all ranks alike.
+        LossError: plain values that must be equal differ, or a count is negative; on all ranks alike.
         BatchError: floats differ, over batches of different sizes.
     """
     check_equal(control, [number for (number,) in row.told("plain")], mine)
     columns = columns_of(control, row.told("floats"), mine.floats)
+    names = [name for name, text in mine.texts.items() if text == FLOAT]
+    check_counts([column for name, column in zip(names, columns, strict=True) if name.endswith(".mean_count")])
     unlike = [name for name in unequal(columns, mine) if not name.endswith((".mean_total", ".mean_count"))]
     if unlike and uneven:
         raise uneven_rows(uneven, unlike)
@@ -84,7 +95,7 @@ def with_floats(metrics: Any, floats: Sequence[float]) -> Any:
     def one(leaf: Any) -> Any:
         if isinstance(leaf, Mean):
             total, count = next(found), next(found)
-            return scalar(total / count if count else total * math.inf, widened([leaf.total.dtype]))
+            return scalar(quotient(total, count), widened([leaf.total.dtype]))
         return like_float(leaf, next(found)) if is_float(leaf) and number_of(leaf) is None else leaf
 
     return tree.mapped(one, metrics)
@@ -98,10 +109,18 @@ def exchanged(control: Communicator, metrics: Any) -> Any:
     """
     mark_own([leaf for leaf in tree.leaves(metrics) if mark_of(leaf) is not None])
     (mine,) = answers([plain(returned_values(metrics))])
-    if control.size == 1:
-        return with_floats(metrics, mine.floats)
     row = exchange_row(control, OK, plain_columns(mine))
     return with_floats(metrics, joint_floats(control, row, mine))
+
+
+def marked(parts: Sequence[Any]) -> Any:
+    """The auxiliary values of all microbatches as one, with ``fs.Mean`` where they are means over ranks."""
+    if not parts or not tree.leaves(parts[0]):
+        return parts[0] if parts else {}
+    marks = [leaf if isinstance(leaf, Mean) else None for leaf in tree.leaves(parts[0])]
+    whole = combine_aux(parts, [0.0] * len(means_of(parts[0])))
+    leaves, spec = tree.flatten(whole)
+    return tree.unflatten(spec, [leaf if mark is None else mark for leaf, mark in zip(leaves, marks, strict=True)])
 
 
 def lasting(metrics: Any) -> Any:

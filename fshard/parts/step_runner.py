@@ -5,22 +5,20 @@ function, whose parts come to the ops of the schedule in their order. ``consensu
 and failures. ``conclude`` makes the next states of it.
 """
 
-import functools
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any, NamedTuple
 
 from fshard import tree
 from fshard.collectives.scope import bind
 from fshard.errors import TreeError
 from fshard.parts.assemble import assemble, scheduled, task_of
-from fshard.parts.attempt import Attempt, columns, tallied
 from fshard.parts.leaf_ages import after_call, trained_leaves
-from fshard.parts.numbers import Numbers
+from fshard.parts.numbers import Numbers, StepTally
 from fshard.parts.record import StepRecord, Untraced, record
 from fshard.parts.replay import Replay
-from fshard.parts.returned_values import joint_floats, with_floats
+from fshard.parts.returned_values import joint_floats, returned_values, with_floats
 from fshard.parts.step_arguments import Arguments, Final, FunctionResult, check_mesh
 from fshard.parts.step_values import Updated
 from fshard.runtime.comm import COLLECTIVES, Facts, digest, refuse_nested
@@ -32,13 +30,13 @@ from fshard.runtime.execution import PendingUpdate, Shield, Update, parts_of
 from fshard.runtime.execution.executor import Scheduled
 from fshard.runtime.execution.observers import observers_of
 from fshard.runtime.execution.pending_update import joined
-from fshard.runtime.steps import Latest, Verdict, raise_failure
+from fshard.runtime.steps import Latest
 from fshard.runtime.steps.batch_rows import rows_of
-from fshard.runtime.steps.consensus import FAILED, OK, status_alone
+from fshard.runtime.steps.consensus import FAILED, OK, Columns, status_alone
 from fshard.runtime.steps.failures import together
 from fshard.runtime.steps.handshake import Intent, Terms, agree
 from fshard.runtime.steps.measured_rates import decided, foreseen
-from fshard.runtime.steps.protocol import Meetings
+from fshard.runtime.steps.protocol import Meetings, Met
 from fshard.runtime.steps.rank_end import End, decline, drained
 from fshard.runtime.steps.step_options import RunOptions
 from fshard.schedule.auto import Auto, Choice
@@ -57,6 +55,20 @@ PATIENCE = 3
 
 CALL = "step"
 """What ranks call it when they compare their calls."""
+
+
+class Attempt(NamedTuple):
+    """The outcome of a step function.
+
+    Attributes:
+        result: what it returned on this rank.
+        met: what ranks have told each other.
+        floats: the mean over ranks of each float among the plain values that it returned.
+    """
+
+    result: FunctionResult | None
+    met: Met[StepTally]
+    floats: Sequence[float]
 
 
 class StepRunner:
@@ -99,7 +111,7 @@ class StepRunner:
             Exception: on all ranks alike, with every state as it was; whatever the function raises on this one.
         """
         refuse_nested(CALL)
-        control, replay = self._meetings.control, None
+        replay = None
         try:
             facts, recorded, replay, executor = self._ready(given, shield)
             if replay is None or executor is None:
@@ -107,10 +119,11 @@ class StepRunner:
                 self.latest = Latest(apart=why or "its function has no passes")
                 agree(self._meetings.control, Terms(CALL, batch=given.batch, facts=facts))
                 return why
-            attempt, verdict = self._scheduled(replay, executor, given, shield, facts)
-            if verdict.worst == FAILED:
-                raise_failure(control, attempt.end.failure, verdict.status, verdict.status[self.plan.mesh.rank])
-            if verdict.worst == OK:
+            attempt = self._scheduled(replay, executor, given, shield, facts)
+            worst = status_alone(attempt.met.row.status).worst
+            if worst == FAILED:
+                self._meetings.raise_failure(attempt.met.end, attempt.met.row.status)
+            if worst == OK:
                 return self._concluded(replay, attempt, given)
         except BaseException:
             self._meetings.transport.abort(COLLECTIVES, "the step failed")
@@ -120,7 +133,7 @@ class StepRunner:
                 replay.end()
         self._meetings.transport.abort(COLLECTIVES, "the step failed")
         self._forget(given, replay)
-        self.latest = Latest(apart=f"it left its schedule: {attempt.end.left or 'on another rank'}")
+        self.latest = Latest(apart=f"it left its schedule: {attempt.met.end.left or 'on another rank'}")
         return self.latest.apart
 
     # -- prepare ------------------------------------------------------------------------------------------------------
@@ -157,6 +170,7 @@ class StepRunner:
         if self.plan.mesh.size == 1:
             return Facts()
         facts = [self._equal(state.plan).of(state) for state in given.states]
+        facts += [recorded.returned] if isinstance(recorded, StepRecord) else []
         copies = [each.copies for each in facts if each.copies is not None]
         for equal, origin in recorded.equals if isinstance(recorded, StepRecord) else ():
             facts.append(equal.fixed() if origin is None else equal.of(given.states[origin]))
@@ -230,7 +244,7 @@ class StepRunner:
 
     def _scheduled(
         self, replay: Replay, executor: Scheduled, given: Arguments, shield: Shield, facts: Facts
-    ) -> tuple[Attempt, Verdict]:
+    ) -> Attempt:
         step = replay.step
         rows = self._rows.of(any([each.spec.train for each in step.recorded.passes]), step.recorded.communicates)
         plain = any([each.plain or each.spec.train and not each.found.weighted for each in step.recorded.passes])
@@ -240,29 +254,34 @@ class StepRunner:
             uneven = self._meetings.handshake(executor, terms, comms, step.recorded.communicates).uneven
             with together(self._meetings.transport):
                 result, end = self._run(replay, executor, given, shield)
-                attempt, verdict = executor.consensus(lambda: self._decided(replay, executor, result, end, uneven))
+                attempt = executor.consensus(lambda: self._consensus(replay, executor, result, end, uneven))
         finally:
             self.latest = Latest(step.schedule, executor.record, executor.times)
             for prepared in step.passes:
                 prepared.actions.stop()
         for state in given.states:
             state.memory.note_compared()
-        return attempt, verdict
+        return attempt
 
-    def _decided(
+    def _consensus(
         self, replay: Replay, executor: Scheduled, result: FunctionResult | None, end: End, uneven: Sequence[str]
-    ) -> tuple[Attempt, Verdict]:
-        step, control = replay.step, self._meetings.control
-        tally = functools.partial(tallied, replay, cast(FunctionResult, result))
-        met = self._meetings.consensus(executor, end, tally, functools.partial(columns, step))
-        verdict, mine = status_alone(met.row.status), met.mine
+    ) -> Attempt:
+        control, floats = self._meetings.control, list[float]()
+
+        def tally() -> StepTally:
+            assert result is not None
+            updates = [each for final in result.finals for each in final.updates]
+            return StepTally(*replay.tally(updates, returned_values(result.metrics)))
+
+        def columns(mine: StepTally | None, busy: float) -> Columns:
+            return (mine or StepTally()).columns(replay.step, busy)
+
+        met = self._meetings.consensus(executor, end, tally, columns)
         if met.whole and control.size > 1:
             self.busy = [seconds for (seconds,) in met.row.told("busy")]
-        attempt = Attempt(met.end, result)
-        if verdict.worst == OK and mine is not None:
-            floats = joint_floats(control, met.row, mine.plain, uneven)
-            attempt = Attempt(met.end, result, floats, met.row.summed("sums"), met.row.told("copies"))
-        return attempt, verdict
+        if status_alone(met.row.status).worst == OK and met.mine is not None:
+            floats = joint_floats(control, met.row, met.mine.plain, uneven)
+        return Attempt(result, met, floats)
 
     def _started(self, replay: Replay, given: Arguments, shield: Shield) -> Scheduled:
         """The executor of a step on these states, whose waiting updates it applies."""
@@ -317,8 +336,9 @@ class StepRunner:
         """The next states, and the metrics."""
         result = attempt.result
         assert result is not None
-        replay.marks.check(self._meetings.control, self.plan.mesh, replay.step.copied, attempt.marks)
-        numbers = Numbers(replay, result, attempt.joint)
+        row = attempt.met.row
+        replay.marks.check(self._meetings.control, self.plan.mesh, replay.step.copied, row.told("copies"))
+        numbers = Numbers(replay, result, row)
         numbers.check(self._meetings.control)
         made = [self._memory(replay, final, given.states, numbers, result.copied) for final in result.finals]
         metrics = tree.mapped(numbers.named, with_floats(result.metrics, attempt.floats))

@@ -7,7 +7,7 @@ import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import is_dataclass, replace
 from pathlib import Path
 from typing import Any, get_type_hints
 
@@ -246,7 +246,7 @@ def _types() -> dict[str, str]:
 
     def inside(cls: Any, prefix: str) -> Iterator[tuple[str, str]]:
         for name, hint in get_type_hints(cls).items():
-            if hasattr(hint, "__dataclass_fields__"):
+            if is_dataclass(hint):
                 yield from inside(hint, f"{prefix}{name}.")
             else:
                 yield f"{prefix}{name}", type_text(hint).removeprefix("a ")

@@ -6,7 +6,7 @@ import os
 from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from statistics import median
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from fshard.arguments import described, expect
 from fshard.errors import PlanError
@@ -57,6 +57,7 @@ class Link:
         return sent / self.bytes_per_s
 
 
+@runtime_checkable
 class MeasuredRun(Protocol):
     """A run of a schedule and its times, as ``step.measured``."""
 
@@ -229,7 +230,7 @@ def _check_runs(runs: Sequence[MeasuredRun]) -> None:
     if not runs:
         raise PlanError(f"Costs.of: no run was given: {way}")
     for run in runs:
-        if not hasattr(run, "clock"):
+        if not isinstance(run, MeasuredRun):
             raise PlanError(f"Costs.of: {described(run)} is no measured run: {way}")
         if run.clock is None:
             raise PlanError(f"Costs.of: the times of a simulation were not measured: {way}")

@@ -337,10 +337,21 @@ def make_plan(
         raise PlanError(f"precision={precision!r} must be fs.Precision(...)")
     expect_wire("", wire)
     units = (units,) if isinstance(units, str) else tuple(units)
-    tensors = tensors_of(model if isinstance(model, Mapping) else model.params)
     batch = batch_spec(batch, mesh)
+    source = _inputs_of(model, code, rules, units, wire or Wire(), stages)
+    plan = plan_of(source, mesh, batch, precision)
+    if any(group.gathered and group.parts > 1 for group in plan.groups):
+        warn_of_no_units(source.shapes, source.dtypes, {*source.owners.values()} - {ROOT})
+    return plan
+
+
+def _inputs_of(
+    model: Any, code: Code, rules: Sequence[RuleLike], units: Sequence[str], wire: Wire, stages: StageCut | None
+) -> Inputs:
+    """The inputs of a plan beside the mesh, the batch and the dtypes."""
+    tensors = tensors_of(model if isinstance(model, Mapping) else model.params)
     shapes = {path: tuple(t.shape) for path, t in tensors.items()}
-    source = Inputs(
+    return Inputs(
         shapes=shapes,
         dtypes={path: t.dtype for path, t in tensors.items()},
         owners=owners_of(shapes, units) if isinstance(model, Mapping) else owned_by(shapes, model.units),
@@ -348,15 +359,11 @@ def make_plan(
         frozen=frozenset(getattr(model, "frozen", ())),
         inits=dict(getattr(model, "inits", {})),
         rules=tuple(rules),
-        wire=wire or Wire(),
+        wire=wire,
         code=code,
         stages=stages,
         cuts=model_cuts(model),
     )
-    plan = plan_of(source, mesh, batch, precision)
-    if any(group.gathered and group.parts > 1 for group in plan.groups):
-        warn_of_no_units(shapes, source.dtypes, {*source.owners.values()} - {ROOT})
-    return plan
 
 
 _RULES = 'a list of (pattern, spec) pairs, such as [(r".*", fs.fsdp("data"))], or "auto"'

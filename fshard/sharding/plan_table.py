@@ -144,17 +144,24 @@ def render_html(
     ]
     more = f"{mesh.size - MOST_BARS} more ranks" if mesh.size > MOST_BARS else ""
     lines = [f"<div>{markup.escape(line)}</div>" for line in (_head(mesh, batch, precision), totals)]
-    return markup.shown(summary, *lines, _bars(mesh, held(mesh, places, stages), of), markup.escape(more), *folds)
+    bars = rank_bars(mesh, held_of_units(mesh, places, stages), MOST_BARS)
+    return markup.shown(summary, *lines, bars, markup.escape(more), *folds)
 
 
-def _bars(mesh: Mesh, sizes: Mapping[str, list[int]], of: Mapping[str, list[str]]) -> str:
-    """The bytes of each unit on each of the first ranks."""
-    ranks = range(mesh.size)
-    amounts = [[(unit, sum(sizes[path][rank] for path in paths)) for unit, paths in of.items()] for rank in ranks]
-    sums = [sum(size for _, size in row) for row in amounts]
+def held_of_units(mesh: Mesh, places: Places, stages: StageTable | None = None) -> dict[str, tuple[int, ...]]:
+    """The bytes of each unit on every rank."""
+    rows: dict[str, list[list[int]]] = {}
+    for path, sizes in held(mesh, places, stages).items():
+        rows.setdefault(places[path][0].unit, []).append(sizes)
+    return {unit: tuple(map(sum, zip(*sizes, strict=True))) for unit, sizes in rows.items()}
+
+
+def rank_bars(mesh: Mesh, units: Mapping[str, Sequence[int]], most: int | None = None) -> str:
+    """A bar for each rank, or the first ones, of what it holds of each unit."""
+    sums = [sum(column) for column in zip(*units.values(), strict=True)]
     rows = [
-        [rank_text(mesh, rank), f"{sums[rank]:,}", markup.bar(row, max(sums))]
-        for rank, row in enumerate(amounts[:MOST_BARS])
+        [rank_text(mesh, rank), f"{total:,}", markup.bar([(unit, row[rank]) for unit, row in units.items()], max(sums))]
+        for rank, total in enumerate(sums[:most])
     ]
     return markup.table(["rank", "bytes", ""], rows)
 

@@ -137,27 +137,14 @@ class TensorBoard:
 
     def begin(self, step: int, config: Mapping[str, Any]) -> None:
         """Open the event file; the configuration is a text in it."""
-        proto = "tensorboard.compat.proto"
-        self._event = import_module(f"{proto}.event_pb2").Event
-        self._summary = import_module(f"{proto}.summary_pb2").Summary
-        log, now = import_module(f"{proto}.event_pb2").SessionLog, time.time()
-        self._writer = import_module("tensorboard.summary.writer.event_file_writer").EventFileWriter(self.folder)
-        self._writer.add_event(self._event(wall_time=now, step=step, session_log=log(status=log.START)))
+        self._writer = import_module("torch.utils.tensorboard").SummaryWriter(self.folder, purge_step=step)
         if config:
-            metadata = import_module(f"{proto}.summary_pb2").SummaryMetadata
-            tensor, kinds = import_module(f"{proto}.tensor_pb2").TensorProto, import_module(f"{proto}.types_pb2")
-            text = f"```\n{json.dumps(dict(config), indent=1, default=str)}\n```".encode()
-            value = self._summary.Value(
-                tag="config",
-                metadata=metadata(plugin_data=metadata.PluginData(plugin_name="text")),
-                tensor=tensor(dtype=kinds.DT_STRING, string_val=[text]),
-            )
-            self._writer.add_event(self._event(wall_time=now, step=step, summary=self._summary(value=[value])))
+            self._writer.add_text("config", f"```\n{json.dumps(dict(config), indent=1, default=str)}\n```", step)
 
     def log(self, step: int, scalars: Mapping[str, float]) -> None:
-        """Write the numbers as one event."""
-        values = [self._summary.Value(tag=name, simple_value=value) for name, value in scalars.items()]
-        self._writer.add_event(self._event(wall_time=time.time(), step=step, summary=self._summary(value=values)))
+        """Write the numbers."""
+        for name, value in scalars.items():
+            self._writer.add_scalar(name, value, step)
 
     def close(self) -> None:
         """Write what is left."""

@@ -87,6 +87,7 @@ class TrainStep(OneFunction):
         self._updating = Updating(rule, plan, plan, options.clip, options.running.graph)
         programs = programs or programs_of(plan, options, rule)
         runner = self._runner = runner or Runner(loss_fn, programs)
+        self._early = runner.in_backward  # whether updates happen there
         grads = gradients_of(plan, programs.memory, self._updating.slices({}))
         watch = watched(options.norms, plan, grads)
         self._decide = Decisions(rule, plan, options.clip, runner.parts, runner.divisor, grads, watch)
@@ -113,11 +114,6 @@ class TrainStep(OneFunction):
         """The context of a seed and a step in which the program draws its random numbers."""
         mesh = self.plan.mesh
         return functools.partial(seeded, part=mesh.whole.index(self.plan.data_axes), device=mesh.device)
-
-    @property
-    def _early(self) -> bool:
-        """Tell whether updates happen in the backward."""
-        return self._runner.in_backward
 
     def __repr__(self) -> str:
         return f"<train step of {len(self.plan.leaves)} leaves in {len(self.plan.groups)} groups, {self.opt!r}>"

@@ -1,13 +1,12 @@
 """``fs.view.plan``: what every rank holds of a model, as text, in a notebook, and as a picture."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from fshard import markup
 from fshard.arguments import expect, size_text
 from fshard.sharding.plan import Plan
-from fshard.sharding.plan_table import held, rank_text
+from fshard.sharding.plan_table import held_of_units, rank_bars, rank_text
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -46,17 +45,9 @@ class PlanView:
         return "\n".join([self._title(), *table, "", *self._bars()])
 
     def _repr_html_(self) -> str:
-        most = max(self.totals, default=0)
-        rows = [
-            [
-                rank_text(self.plan.mesh, rank),
-                f"{total:,}",
-                markup.bar([(unit, row[rank]) for unit, row in zip(self.units, self.held, strict=True)], most, 420),
-            ]
-            for rank, total in enumerate(self.totals)
-        ]
+        bars = rank_bars(self.plan.mesh, dict(zip(self.units, self.held, strict=True)))
         names = self.units if len(self.units) <= len(markup.COLORS) else ()
-        return markup.shown(self._title(), markup.table(["rank", "bytes", ""], rows), markup.legend(names))
+        return markup.shown(self._title(), bars, markup.legend(names))
 
     def figure(self) -> "Figure":
         """A picture, drawn by matplotlib: a bar for each rank, in the order of the mesh, with its units.
@@ -107,11 +98,5 @@ def plan(plan: Plan) -> PlanView:
     rank 1   data=1  ######################## 80 B
     """
     expect("fs.view.plan(plan)", [("plan", plan, Plan, "what fs.make_plan returned")])
-    sizes, places = held(plan.mesh, plan.places(), plan.stages), plan.places()
-    units = tuple(dict.fromkeys(group.unit for group, _ in places.values()))
-    rows = tuple(_summed([sizes[path] for path, (group, _) in places.items() if group.unit == unit]) for unit in units)
-    return PlanView(plan, units, rows)
-
-
-def _summed(rows: Sequence[Sequence[int]]) -> tuple[int, ...]:
-    return tuple(sum(column) for column in zip(*rows, strict=True))
+    units = held_of_units(plan.mesh, plan.places(), plan.stages)
+    return PlanView(plan, tuple(units), tuple(units.values()))

@@ -47,9 +47,9 @@ def test_to_hugging_face_and_back(run_folder: Path, tmp_path: Path, capsys: pyte
     assert fshard(capsys, run_folder, one, "--to", "hf")[0] == 0
     found = safetensors.torch.load_file(one / "model.safetensors")
     assert found.keys() == FLAT.keys() and all(torch.equal(found[name], leaf) for name, leaf in FLAT.items())
-    assert fshard(capsys, run_folder, parts, "--to", "hf", "--max-shard-size", "130") == (
+    assert fshard(capsys, run_folder, parts, "--to", "hf", "--max-shard-size", "130X") == (
         2,
-        "fshard: max_shard_size='130': give bytes, or a number with a unit of KB, MB, GB, KiB, MiB, GiB\n",
+        "fshard: --max-shard-size '130X' is not a number of bytes: give one such as 80G, or 80Gi for 80 * 2**30\n",
     )
     assert fshard(capsys, run_folder, one, "--to", "hf")[1].startswith(f"fshard: {one} holds weights already")
     assert [path.name for path in one.iterdir()] == ["model.safetensors"]

@@ -28,7 +28,7 @@ def test_tensorboard(tmp_path: Path) -> None:
     for name in told[0]:
         found = [(event.step, event.value) for event in read.Scalars(name)]
         assert found == [(step, pytest.approx(float(row[name]), rel=1e-6)) for step, row in enumerate(told, 1)]
-    assert b'"width": 4' in read.Tensors("config")[0].tensor_proto.string_val[0]
+    assert b'"width": 4' in read.Tensors("config/text_summary")[0].tensor_proto.string_val[0]
 
 
 def test_tensorboard_forgets_steps_that_a_resumed_run_makes_again(tmp_path: Path) -> None:

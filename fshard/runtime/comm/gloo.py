@@ -57,7 +57,7 @@ def without_interrupting() -> Iterator[None]:
 def _threads() -> set[int]:
     """The threads of this process by which gloo carries messages; none where the system is not Linux."""
     found = set()
-    for path in Path("/proc/self/task").glob("*/comm") if hasattr(os, "SCHED_BATCH") else ():
+    for path in Path("/proc/self/task").glob("*/comm"):
         with suppress(OSError):
             if path.read_text().strip() == NAME:
                 found.add(int(path.parent.name))

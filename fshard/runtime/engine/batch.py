@@ -347,8 +347,8 @@ def check_device(batch: Any, device: torch.device) -> None:
 
 def _check_lasting(batch: Any) -> None:
     """Refuse iterators, which a function that runs twice would find empty."""
-    if any([not isinstance(x, Tensor) and hasattr(x, "__next__") for x in tree.leaves(batch)]):
-        spent = [f"{name} is {kind(x)}" for name, x in _named(batch) if hasattr(x, "__next__")]
+    if any([isinstance(x, Iterator) for x in tree.leaves(batch)]):
+        spent = [f"{name} is {kind(x)}" for name, x in _named(batch) if isinstance(x, Iterator)]
         remedy = "Give what it yields, such as next(batches) or list(rows): a loss function may run more than once."
         raise BatchError(lines("the batch holds iterators, which can be read once:", spent, remedy))
 

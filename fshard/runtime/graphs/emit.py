@@ -16,7 +16,7 @@ from torch import Tensor, fx
 from fshard.runtime.engine.fake_fallback import quiet
 from fshard.runtime.graphs.partition import ATEN, Halves, in_two, is_view, lazy, sources, value, watched
 from fshard.runtime.graphs.trace_unit import Joint
-from fshard.torch_internals import OpOverload, TorchDispatchMode, foreach_copy_, foreach_zero_, nn_operators
+from fshard.torch_internals import FakeTensor, OpOverload, TorchDispatchMode, foreach_copy_, foreach_zero_, nn_operators
 
 TARGETS = frozenset((ATEN.mm.default, ATEN.sum.dim_IntList))
 """Ops that can write their result into a gradient with the same bits: they have a kernel for ``out=``."""
@@ -304,7 +304,7 @@ def binding(node: fx.Node) -> Run:
 def _same(run: Run, node: fx.Node) -> bool:
     args, kwargs = fx.node.map_arg((node.args, node.kwargs), value)
     fakes = [value(source) for source in node.all_input_nodes]
-    mode = next((x.fake_mode for x in fakes if hasattr(x, "fake_mode")), None)
+    mode = next((x.fake_mode for x in fakes if isinstance(x, FakeTensor)), None)
     if mode is None or torch.Tag.nondeterministic_seeded in node.target.tags:  # type: ignore[union-attr]
         return False
     seen = _Seen()

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from fshard.runtime.comm import Communicator, exchange, exchange_bytes
-from fshard.runtime.engine.loss_result import Mean, fingerprint, means_of, no_aux
+from fshard.runtime.engine.loss_result import fingerprint, no_aux
 from fshard.runtime.engine.plain_values import FLOAT, PlainTold, PlainValues, alike, mean_of, plain_values
-from fshard.runtime.steps.readings import RuleNorms, answers, exact_sum, pair, plain, squares
+from fshard.runtime.steps.readings import Reading, RuleNorms, answers, exact_sum, mean_pairs, pair, plain, squares
 from fshard.runtime.steps.step_refusals import negative_counts, unlike_losses, unlike_values
 
 OK, FAILED, RETRY, CUT, STARVED, LACKING = range(6)
@@ -33,7 +33,6 @@ class Tally:
     """Numbers that one rank brings to the consensus, summed over its microbatches.
 
     Attributes:
-        status: how its part went.
         sumsq: its part of the squared norm of the summed gradients; each element counts once over all ranks.
         total: the sum of its losses.
         count: of their elements.
@@ -46,7 +45,6 @@ class Tally:
         idle: whether it has no loss of its own, which is on the ranks of another stage.
     """
 
-    status: int = OK
     sumsq: float = 0.0
     total: float = 0.0
     count: float = 0.0
@@ -131,20 +129,14 @@ def tally(
         weighted: whether the loss is an ``fs.Mean``.
         stop: whether this rank asks all ranks to stop.
     """
-    means, named, values = _named_means(aux)
-    of_means = [pair([(mean.total, mean.count) for mean in row]) for row in means]
+    of_means, named, values = list[Reading](), (0, 0), PlainValues({}, {})
+    if not all(map(no_aux, aux)):
+        of_means, named, values = mean_pairs(aux), fingerprint(aux), plain_values(aux)
     (sumsq,), by_rule, (total, count), *summed, told = answers(
         [squares([norms]), squares(rules), pair(losses), *of_means, plain(values)]
     )
     flat = tuple([number for each in summed for number in each])
-    return Tally(OK, sumsq, total, count, weighted, named, stop, tuple(by_rule), flat, told)
-
-
-def _named_means(aux: Sequence[Any]) -> tuple[list[list[Mean]], tuple[int, int], PlainValues]:
-    """The means of all microbatches, a row for each; how many they are, with a hash of their names; plain values."""
-    if all(map(no_aux, aux)):
-        return [], (0, 0), PlainValues({}, {})
-    return [list(row) for row in zip(*map(means_of, aux), strict=True)], fingerprint(aux), plain_values(aux)
+    return Tally(sumsq, total, count, weighted, named, stop, tuple(by_rule), flat, told)
 
 
 def tally_columns(mine: Tally, rules: int = 0, own: Sequence[float] = ()) -> "Columns":
@@ -188,17 +180,16 @@ def verdict_of(comm: Communicator, row: "JointRow", mine: Tally, parts: int, cop
     if well:
         if len({*map(tuple, kinds)}) > 1:
             raise unlike_losses([(bool(weighted), int(count), int(named)) for weighted, count, named in kinds])
-        _check_counts([*zip(*row.told("loss"), strict=True)][1:])
+        check_counts([*zip(*row.told("loss"), strict=True)][1:])
         plain_numbers = row.told("plain")
         check_equal(comm, [plain_numbers[rank][0] for rank in telling], mine.plain)
     total, count = row.summed("loss")
     loss = total / count if count else math.nan
-    scale, elements = divided / parts, 0.0
-    if any([weighted for weighted, *_ in kinds]):
-        scale, elements = divided * copies / count if count else math.nan, count / copies
+    weighted = any([weighted for weighted, *_ in kinds])
+    scale = mean_scale(count if weighted else None, divided, parts, copies)
     more = row.told("more")
     joint = columns_of(comm, [more[rank] for rank in telling], mine.more) if well else []
-    _check_counts(joint[1 : len(mine.means) : 2])
+    check_counts(joint[1 : len(mine.means) : 2])
     means, floats = _means(joint[: len(mine.means)]), joint[len(mine.means) :]
     return Verdict(
         status=row.status,
@@ -206,7 +197,7 @@ def verdict_of(comm: Communicator, row: "JointRow", mine: Tally, parts: int, cop
         norm=scale * root(*row.summed("square")),
         scale=scale,
         stop=any([stop for (stop,) in row.told("stop")]),
-        count=elements,
+        count=count / copies if weighted else 0.0,
         rules=tuple(map(root, row.summed("rules"))),
         means=means,
         told=row.told("own"),
@@ -314,7 +305,21 @@ def unequal(columns: Sequence[Sequence[float]], told: PlainTold) -> tuple[str, .
     return tuple([name for name, column in zip(names, columns, strict=False) if not alike(column)])
 
 
-def _check_counts(of_ranks: Sequence[Sequence[float]]) -> None:
+def mean_scale(count: float | None, divided: float, parts: int, copies: int) -> float:
+    """Return what sums of gradients are multiplied by to become those of the mean.
+
+    Args:
+        count: of the elements of an ``fs.Mean``, over all ranks; None of a plain mean.
+        divided: what gradients were divided by before they were summed.
+        parts: microbatches of the global batch, over ranks and accumulation.
+        copies: how many ranks work on the same part.
+    """
+    if count is None:
+        return divided / parts
+    return divided * copies / count if count else math.nan
+
+
+def check_counts(of_ranks: Sequence[Sequence[float]]) -> None:
     """Refuse counts, given by mean and rank, that are negative."""
     for counts in of_ranks:
         if any([count < 0 for count in counts]):
@@ -324,8 +329,12 @@ def _check_counts(of_ranks: Sequence[Sequence[float]]) -> None:
 def _means(columns: Sequence[Sequence[float]]) -> tuple[float, ...]:
     """Means, of totals and counts by rank."""
     summed = [*map(exact_sum, columns)]
-    pairs = zip(summed[::2], summed[1::2], strict=True)
-    return tuple([total / count if count else total * math.inf for total, count in pairs])
+    return tuple(map(quotient, summed[::2], summed[1::2]))
+
+
+def quotient(total: float, count: float) -> float:
+    """A mean; that of nothing is infinite, or nan."""
+    return total / count if count else total * math.inf
 
 
 def widened(dtypes: Sequence[torch.dtype]) -> torch.dtype:

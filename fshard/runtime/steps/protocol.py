@@ -28,7 +28,7 @@ from fshard.runtime.comm.communicators import Communicators
 from fshard.runtime.execution.executor import OnDemand, Scheduled
 from fshard.runtime.execution.observers import begin
 from fshard.runtime.steps.consensus import FAILED, OK, Columns, JointRow, exchange_row
-from fshard.runtime.steps.failures import together
+from fshard.runtime.steps.failures import raise_failure, together
 from fshard.runtime.steps.handshake import Agreement, Terms, agree
 from fshard.runtime.steps.rank_end import End, attempted, foretold
 from fshard.schedule.ops import STEP_KINDS, Op
@@ -132,6 +132,10 @@ class Meetings:
         row = exchange_row(self.control, end.status, columns(mine, busy))
         self._pace.over()
         return Met(end, mine, row)
+
+    def raise_failure(self, end: End, status: Sequence[int]) -> None:
+        """Raise the failure of a step on all ranks: this rank's own, or that of another. Collective."""
+        raise_failure(self.control, end.failure, status, status[self.mesh.rank])
 
 
 def _read(tally: Callable[[], T], end: End) -> tuple[T | None, End]:

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from fshard.runtime.engine.loss_result import means_of
 from fshard.runtime.engine.plain_values import PlainValues
 from fshard.runtime.memory.gradients import DTYPE
 
@@ -36,6 +37,12 @@ def answers(readings: Sequence[Reading]) -> list[Any]:
 def pair(parts: Iterable[tuple[Tensor | float, Tensor | float]]) -> Reading:
     """The total and the count of some of them; a count of -inf if one is negative."""
     return Reading([*itertools.chain(*parts)], lambda numbers: (sum(numbers[::2]), _counted(numbers[1::2])))
+
+
+def mean_pairs(aux: Sequence[Any]) -> list[Reading]:
+    """The ``pair`` of each auxiliary mean, of the auxiliary values of each microbatch."""
+    columns = zip(*map(means_of, aux), strict=True)
+    return [pair([(mean.total, mean.count) for mean in column]) for column in columns]
 
 
 def _counted(counts: Sequence[float]) -> float:

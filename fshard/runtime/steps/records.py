@@ -93,11 +93,13 @@ class PassResult(NamedTuple):
         losses: the total and the count of each microbatch.
         aux: the auxiliary values of each microbatch; for evaluation, what the function returned.
         weighted: whether the loss is an ``fs.Mean``.
+        divided: in a step function, what gradients were divided by before they were summed.
     """
 
     losses: Losses = ()
     aux: Sequence[Any] = ()
     weighted: bool = False
+    divided: float = 1.0
 
 
 @dataclass(frozen=True)

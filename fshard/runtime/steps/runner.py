@@ -37,7 +37,7 @@ from fshard.runtime.steps.consensus import (
     tally_columns,
     verdict_of,
 )
-from fshard.runtime.steps.failures import left_in_backward, raise_failure, report, request, starved, together
+from fshard.runtime.steps.failures import left_in_backward, report, request, starved, together
 from fshard.runtime.steps.finder import Finder, Fn
 from fshard.runtime.steps.float16 import divisor_of
 from fshard.runtime.steps.handshake import Intent, Terms, agree
@@ -333,7 +333,7 @@ class Runner:
         """Read what this rank's program came to."""
         if not self.programs.train:  # all ranks average as many numbers, or none does
             return tally((), (), (), ran.measured.aux, False, False)
-        losses, aux, weighted = ran.measured
+        losses, aux, weighted, _ = ran.measured
         return tally(*self._norms(ran.agreed.ready), losses, aux, weighted, ran.agreed.ready.request.stop)
 
     def _norms(self, ready: Ready) -> tuple[RuleNorms, Sequence[RuleNorms]]:
@@ -391,8 +391,7 @@ class Runner:
         if verdict.worst == FAILED:
             if contest is not None:
                 contest.fail()
-            own = verdict.status[self.plan.mesh.together.rank]
-            raise_failure(self.programs.comms.control, outcome.end.failure, verdict.status, own)
+            self._meetings.raise_failure(outcome.end, verdict.status)
         if contest is not None:
             contest.note(latest.times)
         return outcome

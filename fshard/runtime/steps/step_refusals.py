@@ -24,13 +24,15 @@ def different_microbatches() -> LossError:
 
 def unlike_losses(kinds: Sequence[tuple[bool, int, int]]) -> LossError:
     """The function returned different types on different ranks."""
-    rows = [
-        f"rank {rank}: {'an fs.Mean' if weighted else 'a tensor'} as the loss, and {means} other numbers to average"
-        f"{f', whose names hash to {names:08x}' if means else ''}"
-        for rank, (weighted, means, names) in enumerate(kinds)
-    ]
+    rows = [f"rank {rank}: {kind_text(*kind)}" for rank, kind in enumerate(kinds)]
     remedy = "Return the same types and names on every rank. Nothing was updated, and the state can be used again."
     return LossError(lines("the function returned different types on different ranks:", rows, remedy))
+
+
+def kind_text(weighted: bool, means: int, names: int) -> str:
+    """The kind of what a loss function returned: whether its loss is an ``fs.Mean``, and its auxiliary means."""
+    loss, named = "an fs.Mean" if weighted else "a tensor", f", whose names hash to {names:08x}" if means else ""
+    return f"{loss} as the loss, and {means} other numbers to average{named}"
 
 
 def negative_counts(counts: Sequence[float]) -> LossError:
