@@ -18,7 +18,7 @@ from fshard.interchange.dcp import DcpSource, load_dcp
 from fshard.interchange.dcp_write import put
 from fshard.interchange.hf import load_hf
 from fshard.interchange.hf_files import INDEX, SINGLE, HfFiles, HfWriter
-from fshard.interchange.metadata import FILE, Contents
+from fshard.interchange.metadata import FILE, Contents, FileRange
 from fshard.interchange.optimizer_state import STEP, left_out
 from fshard.interchange.source import PrefixSource
 from fshard.interchange.torch_formats import dump_metadata
@@ -96,7 +96,7 @@ def to_dcp(folder: str, manifest: Manifest, out: str) -> int:
 
     def add(parts: tuple[str, ...], tensor: Tensor) -> None:
         keys[".".join(parts)] = parts
-        contents.add(".".join(parts), tuple(tensor.shape), tensor.dtype, put(handle, file, tensor))
+        contents.add(".".join(parts), tuple(tensor.shape), tensor.dtype, FileRange(file, *put(handle, tensor)))
 
     with file_errors("write to", out):
         target.mkdir(parents=True, exist_ok=True)

@@ -7,7 +7,7 @@ when all ranks are done, and the list comes last: a folder without it is no chec
 
 import io
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -19,10 +19,10 @@ from fshard import tree
 from fshard.arguments import expect
 from fshard.checkpoint.ranges import Block, blocks
 from fshard.checkpoint.tensorfile import TensorMeta
-from fshard.checkpoint.write import new_file, synced
+from fshard.checkpoint.write import new_file, owned, synced
 from fshard.errors import CheckpointError, TreeError, lines
 from fshard.interchange.export import on_one_replica
-from fshard.interchange.export_plan import ROLE, compare_arguments, pieces_of_ranks
+from fshard.interchange.export_plan import ROLE, compare_arguments
 from fshard.interchange.metadata import FILE, Chunk, Contents, FileRange
 from fshard.interchange.optimizer_state import STEP, left_out
 from fshard.interchange.rename import RenameLike, apply_rules, written_name
@@ -38,9 +38,9 @@ from fshard.runtime.comm import (
     first_rank_or_raise,
     mesh_communicator,
 )
-from fshard.sharding.layout import Piece
 from fshard.sharding.mesh import Mesh
 from fshard.sharding.plan import Plan
+from fshard.sharding.spec import Shape
 from fshard.sharding.stage_table import refuse_stages
 from fshard.state.entries import entries
 from fshard.state.fit import check_optimizer
@@ -49,6 +49,8 @@ from fshard.state.settle import settle
 from fshard.state.train_state import TrainState
 
 Keys = tuple[Any, ...]
+Wrote = tuple[int | str, Shape, Shape, int, int]
+"""The number of an item or the name of another value, offset and shape of a box of it, its first byte and length."""
 
 
 @dataclass(frozen=True)
@@ -135,23 +137,24 @@ def _write_all(mesh: Mesh, folder: Path, items: Sequence[Item], values: Mapping[
             folder.mkdir(parents=True, exist_ok=True)
 
     first_rank_or_raise(comm, rank, prepare)
-    held = pieces_of_ranks(mesh, [item.entry for item in items])
-    name, partial = _file(rank), folder / f"{_file(rank)}.partial"
+    partial = folder / f"{_file(rank)}.partial"
 
-    def write() -> list[tuple[int, int]]:
-        """Write this rank's blocks, and on rank 0 the values; returns the place of each."""
-        wrote = []
+    def write() -> list[Wrote]:
+        """Write this rank's blocks, and on rank 0 the values; returns what each is, its box and its place."""
+        wrote, numbers = list[Wrote](), {item.entry.name: number for number, item in enumerate(items)}
         with file_errors("write to", str(folder)), synced(partial) as file:
-            for number, block in _owned(rank, held):
-                flat = items[number].entry.tensor[block.at : block.at + block.numel]
-                wrote.append(put(file, name, flat.cpu().clone().view(block.shape)))
-            for value in values.values() if rank == 0 else ():
-                wrote.append(put(file, name, value.cpu().clone() if isinstance(value, Tensor) else value))
-        return [(where.begin, where.length) for where in wrote]
+            for piece in owned([item.entry for item in items], rank):
+                for block in blocks(piece.piece):
+                    box = piece.data[block.at : block.at + block.numel].cpu().clone().view(block.shape)
+                    wrote.append((numbers[piece.name], block.offset, block.shape, *put(file, box)))
+            for keys, value in values.items() if rank == 0 else ():
+                data = value.cpu().clone() if isinstance(value, Tensor) else value
+                wrote.append((_name(keys), (), (), *put(file, data)))
+        return wrote
 
     def rename() -> None:
         with file_errors("write to", str(folder)):
-            partial.replace(folder / name)
+            partial.replace(folder / _file(rank))
 
     try:
         rows = all_ranks_or_raise(comm, write)
@@ -159,8 +162,7 @@ def _write_all(mesh: Mesh, folder: Path, items: Sequence[Item], values: Mapping[
         partial.unlink(missing_ok=True)
         raise
     each_rank_or_raise(comm, rename)
-    places = [[FileRange(_file(rank), *where) for where in row] for rank, row in enumerate(rows)]
-    first_rank_or_raise(comm, rank, lambda: _publish(folder, len(places), *_contents(items, held, values, places)))
+    first_rank_or_raise(comm, rank, lambda: _publish(folder, len(rows), *_contents(items, values, rows)))
 
 
 def _items(
@@ -216,47 +218,36 @@ def _values(
     return out
 
 
-def _owned(rank: int, held: Sequence[Sequence[Piece]]) -> Iterator[tuple[int, Block]]:
-    """The blocks that a rank writes, with the numbers of their items. The holders of equal pieces take turns."""
-    for number, pieces in enumerate(held):
-        copies = [other for other, piece in enumerate(pieces) if piece == pieces[rank]]
-        if copies[number % len(copies)] == rank:
-            yield from ((number, block) for block in blocks(pieces[rank]) if block.numel)
-
-
-def put(file: BinaryIO, name: str, value: Any) -> FileRange:
-    """Write a value as ``torch.save`` does; returns its place."""
-    begin = file.tell()
-    text = io.BytesIO()
+def put(file: BinaryIO, value: Any) -> tuple[int, int]:
+    """Write a value as ``torch.save`` does; returns its first byte and its length."""
+    begin, text = file.tell(), io.BytesIO()
     torch.save(value, text)
     file.write(text.getbuffer())
-    return FileRange(name, begin, text.tell())
+    return begin, text.tell()
 
 
 def _contents(
-    items: Sequence[Item],
-    held: Sequence[Sequence[Piece]],
-    values: Mapping[Keys, Any],
-    places: Sequence[Sequence[FileRange]],
+    items: Sequence[Item], values: Mapping[Keys, Any], rows: Sequence[Sequence[Wrote]]
 ) -> tuple[Contents, dict[str, Keys]]:
     """Return what was written, and the keys of each name."""
-    chunks: dict[int, list[Chunk]] = {}
-    out, keys = Contents({}, {}, {}), dict[str, Keys]()
-    for rank, wheres in enumerate(places):
-        for (number, block), where in zip(_owned(rank, held), wheres, strict=False):  # values follow on rank 0
-            chunks.setdefault(number, []).append(Chunk(block, where))
+    found: dict[int | str, list[Chunk]] = {}
+    for rank, wrote in enumerate(rows):
+        for what, offset, shape, *where in wrote:
+            found.setdefault(what, []).append(
+                Chunk(Block(tuple(offset), tuple(shape), 0), FileRange(_file(rank), *where))
+            )
+    out, keys = Contents(), {_name(keys): keys for keys in values}
     for number, item in enumerate(items):
         for key in (item.keys, *item.again):
             name = _name(key)
             keys[name], out.tensors[name] = key, TensorMeta(item.entry.shape, item.entry.dtype)
-            out.chunks[name] = tuple(chunks.get(number, ()))
-    for (key, value), where in zip(values.items(), places[0][len(places[0]) - len(values) :], strict=True):
-        name = _name(key)
-        keys[name] = key
+            out.chunks[name] = tuple(found.get(number, ()))
+    for name, value in ((_name(key), value) for key, value in values.items()):
+        (chunk,) = found[name]
         if isinstance(value, Tensor):
-            out.add(name, tuple(value.shape), value.dtype, where)
+            out.add(name, tuple(value.shape), value.dtype, chunk.where)
         else:
-            out.others[name] = where
+            out.others[name] = chunk.where
     return out, keys
 
 

@@ -1,6 +1,6 @@
 """The order of a step function's parts, traced or live: which pass reads what, and what must be over before."""
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -28,8 +28,8 @@ from fshard.parts.step_values import (
     Number,
     RunningFlat,
     RunningMemory,
+    RunningStep,
     StateParams,
-    Unwatched,
     Updated,
     current,
     memory_of,
@@ -51,7 +51,7 @@ from fshard.torch_internals import DisableFuncTorch
 
 
 @dataclass(eq=False)
-class Composition(Unwatched, ABC):
+class Composition(RunningStep):
     """A step function under way.
 
     Attributes:
@@ -338,10 +338,6 @@ class Composition(Unwatched, ABC):
         return version
 
     # -- by trace or live ---------------------------------------------------------------------------------------------
-
-    @abstractmethod
-    def given_chunks(self, state: int) -> Mapping[int, Tensor]:
-        """The shards of the parameters of a state that the step was given."""
 
     @abstractmethod
     def run_pass(self, spec: PassSpec, number: int, version: int, batch: Any) -> tuple[torch.dtype, Any]:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from fshard import tree
 from fshard.arguments import Want, expect
+from fshard.collectives.gradient_copies import check_copies
 from fshard.collectives.scope import bind
 from fshard.errors import PlanError, TreeError
 from fshard.hints import teaching
@@ -189,6 +190,8 @@ class ValueAndGrad(OneFunction):
         value = scalar(verdict.loss, dtype, total.device)
         self.loss.refuse_aux(aux[0] if aux else {})
         homes = self._runner.programs.memory.homes
+        if self.running.debug:
+            check_copies(self.read, homes, self._runner.programs.comms.control)
         # Copies: the next call overwrites the buffers of this one.
         chunks = {group.id: homes[group.id] * verdict.scale for group in self.grads.groups if group.id in homes}
         grads = Flat(self.grads, chunks | self.grads.zero_chunks()).tree()

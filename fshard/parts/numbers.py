@@ -115,20 +115,24 @@ class Numbers:
         for updated in self.updates:
             updated.part.rule.note(*self._facts(updated))
 
-    def check(self, control: Communicator) -> None:
-        """Refuse updates that are not finite, and ask ``skip=`` about the others. Collective if there are such.
+    def check(self, control: Communicator, debug: bool) -> None:
+        """Refuse updates that are not finite, or of copies that differ, and ask ``skip=`` about the others. Collective.
 
         Raises:
             NonFiniteError: gradients, or the loss of these, are not finite; on all ranks alike.
             LossError, PeerError: as ``skipped_by``.
-            ReplicationError: ranks give different learning rates.
+            ReplicationError: ranks give different learning rates, or hold copies of gradients that differ.
         """
         for updated in self.updates:
             check_rates(updated, self.rates[updated])
             part = updated.part
             if part.rule.refuses(*self._facts(updated)):
                 raise self._not_finite(updated, control)
-            if not self.skips(updated) and skipped_by(part.skip, self._metrics(updated), control):
+            if self.skips(updated):
+                continue
+            if debug or part.updating.unproven:
+                part.updating.check_copies(part.gradients(updated.grads), control)
+            if skipped_by(part.skip, self._metrics(updated), control):
                 self.refused.append(updated)
 
     def _metrics(self, updated: Updated) -> Any:

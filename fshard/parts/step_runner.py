@@ -8,7 +8,7 @@ and failures. ``conclude`` makes the next states of it.
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 from fshard import tree
 from fshard.collectives.scope import bind
@@ -32,7 +32,7 @@ from fshard.runtime.execution.observers import observers_of
 from fshard.runtime.execution.pending_update import joined
 from fshard.runtime.steps import Latest
 from fshard.runtime.steps.batch_rows import rows_of
-from fshard.runtime.steps.consensus import FAILED, OK, Columns, status_alone
+from fshard.runtime.steps.consensus import FAILED, OK, Columns, JointRow, status_alone
 from fshard.runtime.steps.failures import together
 from fshard.runtime.steps.handshake import Intent, Terms, agree
 from fshard.runtime.steps.measured_rates import decided, foreseen
@@ -57,18 +57,8 @@ CALL = "step"
 """What ranks call it when they compare their calls."""
 
 
-class Attempt(NamedTuple):
-    """The outcome of a step function.
-
-    Attributes:
-        result: what it returned on this rank.
-        met: what ranks have told each other.
-        floats: the mean over ranks of each float among the plain values that it returned.
-    """
-
-    result: FunctionResult | None
-    met: Met[StepTally]
-    floats: Sequence[float]
+Attempt = tuple[FunctionResult | None, Met[StepTally], Sequence[float]]
+"""What a step function returned, what ranks told each other, and the mean over ranks of each plain float of that."""
 
 
 class StepRunner:
@@ -119,12 +109,12 @@ class StepRunner:
                 self.latest = Latest(apart=why or "its function has no passes")
                 agree(self._meetings.control, Terms(CALL, batch=given.batch, facts=facts))
                 return why
-            attempt = self._scheduled(replay, executor, given, shield, facts)
-            worst = status_alone(attempt.met.row.status).worst
+            result, met, floats = self._scheduled(replay, executor, given, shield, facts)
+            worst = status_alone(met.row.status).worst
             if worst == FAILED:
-                self._meetings.raise_failure(attempt.met.end, attempt.met.row.status)
-            if worst == OK:
-                return self._concluded(replay, attempt, given)
+                self._meetings.raise_failure(met.end, met.row.status)
+            if worst == OK and result is not None:
+                return self._concluded(replay, result, met.row, floats, given)
         except BaseException:
             self._meetings.transport.abort(COLLECTIVES, "the step failed")
             raise
@@ -133,7 +123,7 @@ class StepRunner:
                 replay.end()
         self._meetings.transport.abort(COLLECTIVES, "the step failed")
         self._forget(given, replay)
-        self.latest = Latest(apart=f"it left its schedule: {attempt.met.end.left or 'on another rank'}")
+        self.latest = Latest(apart=f"it left its schedule: {met.end.left or 'on another rank'}")
         return self.latest.apart
 
     # -- prepare ------------------------------------------------------------------------------------------------------
@@ -281,7 +271,7 @@ class StepRunner:
             self.busy = [seconds for (seconds,) in met.row.told("busy")]
         if status_alone(met.row.status).worst == OK and met.mine is not None:
             floats = joint_floats(control, met.row, met.mine.plain, uneven)
-        return Attempt(result, met, floats)
+        return result, met, floats
 
     def _started(self, replay: Replay, given: Arguments, shield: Shield) -> Scheduled:
         """The executor of a step on these states, whose waiting updates it applies."""
@@ -332,16 +322,15 @@ class StepRunner:
 
     # -- conclude -----------------------------------------------------------------------------------------------------
 
-    def _concluded(self, replay: Replay, attempt: Attempt, given: Arguments) -> tuple[Any, Any]:
+    def _concluded(
+        self, replay: Replay, result: FunctionResult, row: JointRow, floats: Sequence[float], given: Arguments
+    ) -> tuple[Any, Any]:
         """The next states, and the metrics."""
-        result = attempt.result
-        assert result is not None
-        row = attempt.met.row
         replay.marks.check(self._meetings.control, self.plan.mesh, replay.step.copied, row.told("copies"))
         numbers = Numbers(replay, result, row)
-        numbers.check(self._meetings.control)
+        numbers.check(self._meetings.control, self.running.debug)
         made = [self._memory(replay, final, given.states, numbers, result.copied) for final in result.finals]
-        metrics = tree.mapped(numbers.named, with_floats(result.metrics, attempt.floats))
+        metrics = tree.mapped(numbers.named, with_floats(result.metrics, floats))
         for final, memory in zip(result.finals, made, strict=True) if self.donate else ():
             given.states[final.memory.origin].memory.donate(memory)
         finals, memories = iter(result.finals), iter(made)

@@ -8,9 +8,10 @@ computes with them is as right.
 
 import functools
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -30,68 +31,44 @@ PART = "part of a step"
 """What ranks call a part when they compare their calls. They compare which part it is besides."""
 
 
-class RunningStep(Protocol):
-    """A step function that is traced, or runs on a schedule."""
+class RunningStep(ABC):
+    """A step function that is traced, or runs on a schedule: what its values ask it for."""
 
-    def gradient(self, part: Any, params: Any, batch: Any) -> Any:
-        """Perform ``fs.value_and_grad``."""
-
-    def update(self, part: Any, state: TrainState, grads: Any, lr: LearningRate) -> Any:
-        """Perform ``fs.make_update``."""
-
-    def evaluate(self, part: Any, state: TrainState, batch: Any) -> Any:
-        """Perform what ``fs.make_eval_step`` made."""
-
-    def derivative(self, part: Any, params: Any, directions: Sequence[Any], batch: Any) -> Any:
-        """Perform a derivative along directions as a pass; None if it cannot be one."""
-
-    def differentiate(self, equal: Any) -> None:
-        """Note what ranks must have in common for a derivative that the code between passes takes of a loss."""
-
-    def meet(self, mesh: Any, row: Sequence[int]) -> list[list[int]]:
-        """The numbers of each rank of a mesh. Collective."""
-
+    @abstractmethod
     def chunks(self, flat: "RunningFlat") -> Mapping[int, Tensor]:
         """The chunks of a tree of this step, as they are when all that fills them is over."""
 
+    @abstractmethod
     def apply(self, memory: "RunningMemory") -> None:
         """Apply an update that somebody reads, to copies of what it updates."""
 
+    @abstractmethod
     def replaced(self, memory: "RunningMemory", params: Any) -> "RunningMemory":
         """A state of this step with other parameters."""
 
+    @abstractmethod
     def given_chunks(self, state: int) -> Mapping[int, Tensor]:
         """The shards of the parameters of a state that the step was given."""
 
+    @abstractmethod
     def number(self, value: "Number") -> Tensor:
         """The value of a number of this step, now."""
 
-    def hand_out(self, leaf: Tensor, flat: "RunningFlat", number: int) -> None:
-        """Note that code between the parts gets a leaf of a tree."""
+    def hand_out(self, leaf: Tensor, flat: "RunningFlat", number: int) -> None:  # noqa: B027
+        """Note that code between the parts gets a leaf of a tree. A run need not: its trace has noted it."""
 
 
-class Unwatched:
-    """A step function whose code between the parts was watched when it was traced."""
-
-    def hand_out(self, leaf: Tensor, flat: "RunningFlat", number: int) -> None:
-        """Do nothing: the trace has noted it."""
-
-
-def running_of(given: Any) -> RunningStep | None:
+def running_of(given: Any) -> Any:
     """The step function that this state or tree belongs to, or that is under way; None outside of one."""
     if isinstance(given, TrainState):
         return getattr(given.memory, "running", None)
     while isinstance(given, Mapping) and given:
         given = next(iter(given.values()))
     flat = mark_of(given)
-    return flat.running if isinstance(flat, RunningFlat) else _under_way()
-
-
-def _under_way() -> RunningStep | None:
-    """The step function whose code runs: a tree that this code has made by itself carries no mark."""
-    scope = SCOPE.get()
-    found: RunningStep | None = None if scope is None else scope.running
-    return found
+    if isinstance(flat, RunningFlat):
+        return flat.running
+    scope = SCOPE.get()  # a tree that its code has made by itself carries no mark
+    return None if scope is None else scope.running
 
 
 class Later(Tensor):

@@ -24,7 +24,7 @@ from fshard.runtime.steps import refuse_transforms, scalar
 from fshard.runtime.steps.addresses import here, where
 from fshard.runtime.steps.clip import divisor
 from fshard.runtime.steps.consensus import FAILED, OK, Verdict, exchange_row
-from fshard.runtime.steps.decide import not_finite, skip_rule, skipped_by
+from fshard.runtime.steps.decide import finite, skip_rule, skipped_by
 from fshard.runtime.steps.failures import raise_failure
 from fshard.runtime.steps.handshake import Intent, Terms, agree
 from fshard.runtime.steps.norm_sets import watched
@@ -89,7 +89,8 @@ class UpdateStep:
             TreeError: gradients of other leaves, or of another plan.
             PlanError: ``lr`` is not a learning rate, or the optimizer has several.
             NonFiniteError: the gradient norm is not finite.
-            ReplicationError: ranks give different learning rates.
+            ReplicationError: ranks give different learning rates, or copies of gradients differ at the first update
+                of a model whose layers ``fs.parallel.parallelize`` cut.
             PeerError: another rank failed.
         """
         refuse_transforms("an update")
@@ -121,6 +122,8 @@ class UpdateStep:
         now = state.scale, 0.0, self.norm(state, summed)
         if self.rule.refuses(*now):
             raise self.not_finite((math.nan, now[2]), state.step, where(self.plan, self.gradients(flat).shards, comm))
+        if self.updating.unproven and finite(*now[1:]):
+            self.updating.check_copies(self.gradients(flat), comm)
         metrics, overflow = self.metrics(state, summed), self.rule.overflows(*now)
         skips = self.rule.skips(*now) or skipped_by(self.skip, metrics, comm)
         self.rule.note(*now)
@@ -284,8 +287,7 @@ class UpdateStep:
 
     def not_finite(self, found: tuple[float, float], step: int, place: Sequence[str]) -> NonFiniteError:
         """The error of a loss, or a gradient norm, that is not finite: with the step after this one, and the place."""
-        verdict = Verdict((), *found, 1.0)
-        return not_finite(verdict, False, [f"step {step + 1}", *self.rule.told(), *place])
+        return self.rule.not_finite(Verdict((), *found, 1.0), step, place)
 
     def check_here(self, state: TrainState, flat: Flat, norm: float) -> None:
         """Refuse gradients that are read within a step and are not finite.

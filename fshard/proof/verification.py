@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import torch
 
 from fshard.errors import ShardError, lines
+from fshard.markup import aligned
 from fshard.runtime.graphs.graph_proof import gap
 
 RTOL = {
@@ -116,11 +117,7 @@ class Verified:
 
     def __repr__(self) -> str:
         table = [("leaf", "plain", "sharded", "difference", "verdict"), *(row.cells() for row in self.rows)]
-        first, *widths = (max(map(len, column)) for column in list(zip(*table, strict=True))[:-1])
-        out = []
-        for name, *cells, verdict in table:
-            middle = [f"{cell:>{width}}" for cell, width in zip(cells, widths, strict=True)]
-            out.append("  ".join([f"{name:<{first}}", *middle, verdict]))
+        out = [line.rstrip() for line in aligned(table, [True, False, False, False, True])]
         units = "equal" if self.first is None else f"DIFFER, first of unit {self.first.unit}"
         return "\n".join([*out, f"outputs of {self.calls} calls of units: {units}", *self.notes])
 

@@ -4,8 +4,8 @@ import difflib
 import math
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import Field, dataclass, fields, is_dataclass, replace
-from typing import Any, get_args, get_origin, get_type_hints
+from dataclasses import Field, asdict, dataclass, fields, is_dataclass, replace
+from typing import Any, get_args, get_origin
 
 from fshard.arguments import described
 from fshard.errors import PlanError, lines
@@ -163,18 +163,17 @@ def _built(cls: Any, found: Any, prefix: str, problems: list[str], read: ReadCon
         meant = f"; did you mean {near[0]}?" if near else ""
         problems.append(f"{read.place(prefix)}: {prefix} = {described(found)}: must be a table, [{prefix}]{meant}")
         return cls()
-    known = {each.name: each for each in fields(cls)}
-    hints, given = get_type_hints(cls), {}
+    known, given = {each.name: each for each in fields(cls)}, {}
     for name, value in found.items():
         path = f"{prefix}.{name}" if prefix else name
         if name not in known:
             problems.append(f"{read.place(path)}: {path} is no key{_nearest(path, isinstance(value, Mapping))}")
-        elif is_dataclass(hints[name]):
-            given[name] = _built(hints[name], value, path, problems, read)
-        elif (problem := _problem(hints[name], value, known[name])) is not None:
+        elif is_dataclass(known[name].type):
+            given[name] = _built(known[name].type, value, path, problems, read)
+        elif (problem := _problem(known[name], value)) is not None:
             problems.append(f"{read.place(path)}: {path} = {value!r}: must be {problem}")
         else:
-            given[name] = _typed(hints[name], value)
+            given[name] = _typed(known[name].type, value)
     return replace(cls(), **given)
 
 
@@ -192,17 +191,17 @@ def _nearest(path: str, table: bool) -> str:
 
 def keys(cls: Any, prefix: str = "") -> Iterator[tuple[str, Field[Any]]]:
     """Every key of the schema, with its field; tables in order."""
-    hints = get_type_hints(cls)
     for each in fields(cls):
-        if not is_dataclass(hints[each.name]):
+        if not is_dataclass(each.type):
             yield f"{prefix}{each.name}", each
     for each in fields(cls):
-        if is_dataclass(hints[each.name]):
-            yield from keys(hints[each.name], f"{prefix}{each.name}.")
+        if is_dataclass(each.type):
+            yield from keys(each.type, f"{prefix}{each.name}.")
 
 
-def _problem(hint: Any, value: Any, known: Field[Any]) -> str | None:
+def _problem(known: Field[Any], value: Any) -> str | None:
     """Say what a value must be, if it is something else."""
+    hint = known.type
     if not _fits(hint, value):
         return type_text(hint) + (f", [{value!r}]" if hint == tuple[str, ...] and isinstance(value, str) else "")
     choices, least, below = [known.metadata.get(name) for name in ("choices", "least", "below")]
@@ -247,11 +246,7 @@ def type_text(hint: Any) -> str:
 
 def nested(config: Any) -> dict[str, Any]:
     """A config as nested dicts; tuples are lists."""
-    out = {}
-    for each in fields(config):
-        value = getattr(config, each.name)
-        out[each.name] = nested(value) if is_dataclass(value) else _listed(value)
-    return out
+    return asdict(config, dict_factory=lambda pairs: {name: _listed(value) for name, value in pairs})
 
 
 def _listed(value: Any) -> Any:

@@ -7,9 +7,9 @@ import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import is_dataclass, replace
+from dataclasses import fields, replace
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any
 
 import torch
 
@@ -235,23 +235,10 @@ def _key_text(name: str) -> str:
 
 def key_table() -> Iterator[tuple[str, str, str, str]]:
     """Every key with its type, its default and a line of help."""
-    kinds, defaults = _types(), flat(TrainConfig())
+    defaults = flat(TrainConfig())
     for name, each in keys(TrainConfig):
-        choices = each.metadata.get("choices")
-        yield name, " | ".join(choices or (kinds[name],)), value_text(defaults[name]), each.metadata["help"]
-
-
-def _types() -> dict[str, str]:
-    """The type of each key in words, without the article."""
-
-    def inside(cls: Any, prefix: str) -> Iterator[tuple[str, str]]:
-        for name, hint in get_type_hints(cls).items():
-            if is_dataclass(hint):
-                yield from inside(hint, f"{prefix}{name}.")
-            else:
-                yield f"{prefix}{name}", type_text(hint).removeprefix("a ")
-
-    return dict(inside(TrainConfig, ""))
+        kinds = each.metadata.get("choices") or (type_text(each.type).removeprefix("a "),)
+        yield name, " | ".join(kinds), value_text(defaults[name]), each.metadata["help"]
 
 
 def changed_meaning(before: TrainConfig, now: TrainConfig) -> list[str]:
@@ -261,7 +248,8 @@ def changed_meaning(before: TrainConfig, now: TrainConfig) -> list[str]:
     >>> changed_meaning(TrainConfig(), replace(TrainConfig(), seed=1, out="runs/b"))
     ['seed: the run has 0, and the config now 1']
     """
-    free = {name for name, each in keys(TrainConfig) if each.metadata.get("free")} | free_tables()
+    tables = {each.name for each in fields(TrainConfig) if each.metadata.get("free")}  # may change as a whole
+    free = {name for name, each in keys(TrainConfig) if each.metadata.get("free") or name.partition(".")[0] in tables}
     told = {"rate.total": lambda config: config.rate.total or config.steps}
     out, old_values = [], flat(before)
     for name, value in flat(now).items():
@@ -271,9 +259,3 @@ def changed_meaning(before: TrainConfig, now: TrainConfig) -> list[str]:
         if old != value and name not in free:
             out.append(f"{name}: the run has {value_text(old)}, and the config now {value_text(value)}")
     return out
-
-
-def free_tables() -> set[str]:
-    """The keys of tables that may change as a whole."""
-    tables = {name for name, each in TrainConfig.__dataclass_fields__.items() if each.metadata.get("free")}
-    return {name for name, _ in keys(TrainConfig) if name.partition(".")[0] in tables}

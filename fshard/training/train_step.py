@@ -7,7 +7,6 @@ from dataclasses import replace
 from time import perf_counter
 from typing import Any, NamedTuple
 
-from fshard.collectives.gradient_copies import check_copies
 from fshard.collectives.scope import bind
 from fshard.optim.base import Optimizer, rate
 from fshard.optim.contract import Contract, LearningRate, contract
@@ -35,7 +34,7 @@ from fshard.runtime.steps import (
     widened,
 )
 from fshard.runtime.steps.addresses import where
-from fshard.runtime.steps.decide import finite, not_finite, skip_rule, skipped_by
+from fshard.runtime.steps.decide import finite, skip_rule, skipped_by
 from fshard.runtime.steps.norm_sets import watched
 from fshard.sharding.plan import Plan
 from fshard.state.equal import Equal
@@ -93,7 +92,6 @@ class TrainStep(OneFunction):
         self._decide = Decisions(rule, plan, options.clip, runner.parts, runner.divisor, grads, watch)
         self._equal = Equal(plan.whole or plan, options.told(), opt, always=options.running.debug)
         self._skip = skip_rule(options)
-        self._unproven = plan.source is not None and bool(plan.source.cuts)
         self._since: Mapping[str, int] = {}
         self._padding = padding_of(options.running.buckets, runner)
         self._last: PendingUpdate | None = None  # the update that may still read the memory of this step's gradients
@@ -285,19 +283,15 @@ class TrainStep(OneFunction):
             self._since = state.late
 
     def _check_numbers(self, verdict: Verdict, state: TrainState) -> None:
-        """Refuse numbers that are not finite, unless they are skipped; in debug mode, copies that differ.
-
-        The first step of a model whose layers ``fs.parallel.parallelize`` cut is checked so in any mode: its plan may
-        lack an entry for a leaf between cut layers, whose gradient is a sum over ranks.
-        """
+        """Refuse numbers that are not finite, unless they are skipped; and copies that differ."""
         comm, early = self._runner.programs.comms.control, self._early
         if self._skip.refuses(state.scale, verdict.loss, verdict.norm):
             shards = {} if early else self._decide.grads.shards
             place = where(self.plan, shards, comm, origin=self._runner.programs.origin)
-            raise not_finite(verdict, early, [f"step {state.step + 1}", *self._skip.told(), *place])
-        if (self.options.running.debug or self._unproven) and not early and finite(verdict.loss, verdict.norm):
-            check_copies(self.plan, self._decide.grads.shards, comm)
-            self._unproven = False
+            raise self._skip.not_finite(verdict, state.step, place, early)
+        checked = self.options.running.debug or self._updating.unproven
+        if checked and not early and finite(verdict.loss, verdict.norm):
+            self._updating.check_copies(self._decide.grads, comm)
 
     def _metrics(self, step: int, outcome: Outcome, factor: float, skipped: bool, ran: RunReport, lr: float) -> Metrics:
         verdict, decide, wide = outcome.verdict, self._decide, self._updating.wide

@@ -2,13 +2,15 @@
 
 import functools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
+from fshard.collectives.gradient_copies import check_copies
 from fshard.errors import TreeError
 from fshard.optim.base import rate
 from fshard.optim.contract import Contract, LearningRate
+from fshard.runtime.comm import Communicator
 from fshard.runtime.execution import Gradients, PendingUpdate, Rounding, partly_updated, rounded_groups
 from fshard.runtime.memory.optimizer_layout import BufferLayout, UpdateSlice, shard_layouts, update_slices
 from fshard.runtime.steps import widened
@@ -27,6 +29,8 @@ class Updating:
         chosen: the plan in which every leaf is frozen that it does not update.
         clip: the limits of gradient norms.
         single: whether learning rates are rounded to float32, as graphs hold them.
+        unproven: whether no update has been made of a model whose layers ``fs.parallel.parallelize`` cut: its plan may
+            lack an entry for a leaf between cut layers, whose gradient is a sum over ranks.
     """
 
     opt: Contract
@@ -34,9 +38,13 @@ class Updating:
     chosen: Plan
     clip: Clip
     single: bool = False
+    unproven: bool = field(init=False)
     _fits: object = None  # where the latest state that fits keeps the optimizer's buffers
     _rounding: Rounding | None = None  # that of the latest state
     _rated: tuple[object, Contract] | None = None  # the latest learning rate that was given, and the optimizer with it
+
+    def __post_init__(self) -> None:
+        self.unproven = self.plan.source is not None and bool(self.plan.source.cuts)
 
     def check(self, state: TrainState, late: Mapping[str, int] | None = None) -> None:
         """Refuse a state that this optimizer cannot update.
@@ -62,6 +70,15 @@ class Updating:
             self._fits = layouts
         if late := state.late if late is None else late:
             check_late(self.opt.opt, late)
+
+    def check_copies(self, grads: Gradients, comm: Communicator) -> None:
+        """Refuse gradients of which ranks hold copies that differ: in debug mode, and where the plan is unproven.
+
+        Raises:
+            ReplicationError: on all ranks alike.
+        """
+        check_copies(self.chosen, grads.shards, comm)
+        self.unproven = False
 
     def slices(self, late: Mapping[str, int]) -> dict[int, tuple[UpdateSlice, ...]]:
         """Return what it updates, by group id, where some leaves have had so many updates fewer."""

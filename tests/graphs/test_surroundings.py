@@ -1,15 +1,21 @@
 """What a unit's Python reads beside its arguments: graphs see that it changes between calls, wherever it is."""
 
+import array
 import cProfile
+import ctypes
 import functools
 import gc
+import itertools
+import threading
 import types
-from collections import OrderedDict
+import weakref
+from collections import ChainMap, OrderedDict, UserDict
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from torch import Tensor, nn
@@ -122,6 +128,64 @@ def ways() -> dict[str, tuple[Callable[..., Any], Callable[[float], Any]]]:
     }
 
 
+class Told:
+    """A descriptor that reads a closure."""
+
+    def __init__(self, tell: Callable[[], float]) -> None:
+        self.tell = tell
+
+    def __get__(self, held: Any, kind: Any = None) -> float:
+        return self.tell()
+
+
+def unnamed_ways() -> dict[str, tuple[Callable[..., Any], Callable[[float], Any]]]:
+    """The same, for values that no attribute in the unit's code names: library classes, arrays, names that are made."""
+    cell, held, tensor = [2.0], types.SimpleNamespace(gain=2.0), torch.full((2,), 2.0)
+    described = type("Described", (), {"gain": Told(lambda: cell[0])})()
+    buffer, matrix, flags = array.array("d", [2.0]), numpy.full((2, 2), 2.0), bytearray(b"\2")
+    user, chain = UserDict(gain=2.0), ChainMap(TABLE)
+    event, local, weak, proxy = threading.Event(), threading.local(), weakref.ref(OPTIONS), weakref.proxy(OPTIONS)
+    number, table, view = ctypes.c_double(2.0), types.MappingProxyType(TABLE), TABLE.values()
+    local.gain = 2.0
+
+    def coded() -> float:
+        return 2.0
+
+    def one() -> float:
+        return 3.0
+
+    def other() -> float:
+        return 4.0
+
+    def scaled(number: Callable[[], float]) -> Callable[..., Any]:
+        return lambda p, x: affine(p, x) * number()
+
+    return {
+        "an array": (scaled(lambda: buffer[0]), lambda v: buffer.__setitem__(0, v)),
+        "an array of numpy": (scaled(lambda: float(matrix[0, 1])), lambda v: matrix.__setitem__((0, 1), v)),
+        "bytes": (scaled(lambda: flags[0]), lambda v: flags.__setitem__(0, int(v))),
+        "a number of ctypes": (scaled(lambda: number.value), lambda v: setattr(number, "value", v)),
+        "numbers of a tensor": (scaled(lambda: tensor.tolist()[0]), lambda v: tensor.fill_(v)),
+        "a UserDict": (scaled(lambda: user["gain"]), lambda v: user.__setitem__("gain", v)),
+        "a ChainMap": (scaled(lambda: chain["gain"]), lambda v: TABLE.update(gain=v)),
+        "a read-only dict": (scaled(lambda: table["gain"]), lambda v: TABLE.update(gain=v)),
+        "a view of a dict": (scaled(lambda: next(iter(view))), lambda v: TABLE.update(gain=v)),
+        "an event": (scaled(lambda: 1.0 + event.is_set()), lambda v: (event.set if v > 4 else event.clear)()),
+        "a tensor that is trained": (
+            scaled(lambda: 1.0 + tensor.requires_grad),
+            lambda v: tensor.requires_grad_(v > 4),
+        ),
+        "what a thread holds": (scaled(lambda: local.gain), lambda v: setattr(local, "gain", v)),
+        "a weak reference": (scaled(lambda: weak().gain), lambda v: setattr(OPTIONS, "gain", v)),
+        "a weak proxy": (scaled(lambda: proxy.gain), lambda v: setattr(OPTIONS, "gain", v)),
+        "a descriptor": (scaled(lambda: described.gain), lambda v: cell.__setitem__(0, v)),
+        "code": (scaled(lambda: coded()), lambda v: setattr(coded, "__code__", (one, other)[v > 4].__code__)),
+        "a name that is made": (scaled(lambda: getattr(held, "ga" + "in")), lambda v: setattr(held, "gain", v)),
+        "attributes as a dict": (scaled(lambda: vars(held)["gain"]), lambda v: setattr(held, "gain", v)),
+        "globals as a dict": (scaled(lambda: globals()["GA" + "IN"]), lambda v: globals().update(GAIN=v)),
+    }
+
+
 @pytest.fixture
 def untouched() -> Iterator[None]:
     """Put everything back."""
@@ -135,13 +199,13 @@ def untouched() -> Iterator[None]:
 
 @pytest.mark.sample(3)
 @pytest.mark.long
-@pytest.mark.parametrize("name", sorted(ways()))
+@pytest.mark.parametrize("name", sorted(ways() | unnamed_ways()))
 @pytest.mark.usefixtures("untouched")
 def test_what_a_unit_reads_is_seen_to_change(name: str) -> None:
     batches = [{"x": rows(n), "gain": gain} for n, gain in enumerate((2.0, 2.0, 5.0, 2.0, 6.0))]
     seen = []
     for compile in (None, "fx"):
-        body, change = ways()[name]
+        body, change = (ways() | unnamed_ways())[name]
         unit = fs.unit(body)
 
         def loss(params: Any, batch: Any, unit: Any = unit, change: Any = change) -> Tensor:
@@ -180,11 +244,18 @@ def test_a_unit_that_changes_what_it_reads_is_no_graph() -> None:
     assert "its Python changes what it reads" in step.units and len(WRITTEN) == before + 1
 
 
-def test_too_much_around_a_unit_is_told() -> None:
-    table = dict.fromkeys(range(5000), 1.0)
-    unit = fs.unit(lambda p, x: affine(p, x) * table[3])
+@pytest.mark.parametrize(
+    ("table", "told"),
+    [
+        (dict.fromkeys(range(5000), 1.0), "table, over which <lambda> closes, which holds 5000 values"),
+        (numpy.ones(5000), "table, over which <lambda> closes, which holds 40000 bytes"),
+        (itertools.repeat(1.0), "table, over which <lambda> closes, an iterator"),
+    ],
+)
+def test_what_cannot_be_watched_is_told(table: Any, told: str) -> None:
+    unit = fs.unit(lambda p, x: affine(p, x) * (next(table) if hasattr(table, "__next__") else float(table[3])))
     step, _, _ = trained(lambda params, x: unit(params["a"], x).mean(), params_of("a"), [rows(0), rows(1)], "fx")
-    assert "reads table, over which <lambda> closes, which holds 5000 values" in step.units
+    assert f"reads {told}" in step.units
 
 
 def test_equal_numbers_in_other_objects_are_no_change() -> None:

@@ -16,9 +16,9 @@ import torch
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
 import fshard as fs
-from fshard.checkpoint.ranges import Block
+from fshard.checkpoint.ranges import Block, filled
 from fshard.errors import DamagedError
-from fshard.interchange.metadata import filled, read_metadata
+from fshard.interchange.metadata import read_metadata
 from fshard.interchange.pickles import CallRecord, GlobalName, read_pickle
 from fshard.interchange.source import read_box
 from fshard.reading.files import folder_at, plain_file
@@ -115,6 +115,15 @@ def test_opcodes_that_no_tensor_needs_are_refused(name: str) -> None:
     program, says = OPCODES[name]
     with within(10, 64 << 20), pytest.raises(ValueError, match=says):
         read_pickle(b"\x80\x04" + program, anything)
+
+
+def test_opcodes_that_run_or_look_up_are_not_known() -> None:
+    known = (pickle.INST, pickle.OBJ, pickle.NEWOBJ_EX, pickle.EXT1, pickle.EXT2, pickle.EXT4, pickle.PERSID)
+    for code in (*known, pickle.NEXT_BUFFER, pickle.BYTEARRAY8, pickle.BINBYTES8, pickle.LONG4):
+        with pytest.raises(ValueError, match="is the opcode"):
+            read_pickle(b"\x80\x04" + code, anything)
+    for program in (b"ccopyreg\n_reconstructor\n(tR.", b"cbuiltins\nlist\n)\x81."):  # a call, and a class
+        assert isinstance(read_pickle(b"\x80\x04" + program, anything), CallRecord)
 
 
 def test_pickles_are_read_as_python_reads_them() -> None:

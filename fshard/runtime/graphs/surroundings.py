@@ -2,10 +2,10 @@
 
 A graph holds these values as they were in the trace, so each call must check that they are unchanged. The trace records
 which code ran; a walk from the unit's function then finds every value that this code can name: globals, cells of
-closures, defaults, and attributes, of classes and of all objects reached, whose names occur in the code. Containers are
-compared with copies. The check is one generated expression of identity tests, a few nanoseconds each. State without a
-name (iterators, extensions written in C) is not seen; the comparison of a graph's first call sees it if it changes by
-then.
+closures, defaults, and attributes, of classes and of all objects reached, whose names occur in the code, or all where
+it makes up names. Containers and arrays are compared with copies. The check is one generated expression of identity
+tests, a few nanoseconds each. Other state without a name (extensions written in C) is not seen; the comparison of a
+graph's first call sees it if it changes by then.
 """
 
 import functools
@@ -13,8 +13,9 @@ import gc
 import os
 import sys
 import types
+import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, ItemsView, Iterable, Iterator, KeysView, Mapping, Set, ValuesView
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -34,10 +35,17 @@ LIBRARIES = frozenset((*sys.stdlib_module_names, "torch", "fshard", "optree", "n
 MACHINERY = frozenset(vars(nn.Module())) - {"training"}
 """PyTorch's own attributes of modules. No user reaches the hooks of the private copy that ``split`` makes."""
 
-HOLDERS = frozenset(("types", "argparse", "enum", "collections", "builtins"))
+HOLDERS = frozenset(
+    "types argparse enum collections builtins threading _thread weakref multiprocessing.sharedctypes".split()
+)
 """Modules of the standard library whose objects hold values of the user."""
 
 CONTAINERS = (dict, list, set, deque)
+
+VIEWS = (types.MappingProxyType, KeysView, ValuesView, ItemsView)
+
+MAKES_NAMES = frozenset(("getattr", "vars", "__dict__", "__getattribute__", "attrgetter", "eval", "exec"))
+"""Names in code that may read attributes under any name."""
 
 WRAPPERS: dict[type, tuple[str, ...]] = {
     types.MethodType: ("__self__", "__func__"),
@@ -45,6 +53,7 @@ WRAPPERS: dict[type, tuple[str, ...]] = {
     staticmethod: ("__func__",),
     classmethod: ("__func__",),
     property: ("fget",),
+    type(functools.lru_cache(len)): ("__wrapped__",),
     Unit: ("fn",),
 }
 """By kind of callable, the attributes that hold what it calls."""
@@ -62,6 +71,16 @@ class SurroundingReads:
         modules = ((code, _module(space)) for code, space in self.codes.items())
         own = [code for code, module in modules if not _library(module) or module.startswith("torch.nn")]
         return frozenset(name for code in own for name in code.co_names if not name.startswith("__"))
+
+    @functools.cached_property
+    def any_name(self) -> bool:
+        """Tell whether code of the user may read attributes under names that do not occur in it."""
+        own = [code for code, space in self.codes.items() if not _library(_module(space))]
+        return any(MAKES_NAMES & set(code.co_names) for code in own)
+
+    def attributes(self, table: Mapping[str, Any]) -> Set[str]:
+        """The names of a table that the code can read."""
+        return {name for name in table if isinstance(name, str)} if self.any_name else self.names & table.keys()
 
 
 @contextmanager
@@ -101,7 +120,7 @@ class Surroundings:
 
     def _note(self, values: list[Any]) -> None:
         for number, (value, (_, kept)) in enumerate(zip(values, self.entries.values(), strict=True)):
-            if kept:  # a copy, without calling methods of a class of the user's
+            if kept and isinstance(value, CONTAINERS):  # a copy, without calling methods of a class of the user's
                 value = dict(dict.items(value)) if isinstance(value, dict) else value.copy()
             self.space[f"v{number}"] = value
 
@@ -147,8 +166,9 @@ class _Walk:
     def run(self, fn: Any) -> None:
         for code, space in self.reads.codes.items():
             module = _module(space)
-            for name in () if _library(module) else code.co_names:
-                if name in space:
+            whole = {"globals", "eval", "exec"} & set(code.co_names)
+            for name in () if _library(module) else list(space) if whole else code.co_names:
+                if name in space and not name.startswith("__"):
                     self.item(space, name, f"the global {name} of {module}")
         if {"environ", "getenv"} & self.reads.names:
             self.keep(os.environ._data, "the environment")  # type: ignore[attr-defined]
@@ -168,7 +188,7 @@ class _Walk:
         """Visit what modules hold. Instances have attributes of their own, which start as these; they share objects."""
         for kind, table in tables:
             self.visit(kind, kind.__name__)
-            for name in (self.reads.names & table.keys()) - MACHINERY:
+            for name in self.reads.attributes(table) - MACHINERY:
                 self.visit(table[name], f"{kind.__name__}.{name}")
             for hook in {**table.get("_forward_hooks", {}), **table.get("_forward_pre_hooks", {})}.values():
                 self.visit(hook, f"a hook of {kind.__name__}")
@@ -180,7 +200,7 @@ class _Walk:
         return number
 
     def visit(self, value: Any, label: str) -> None:
-        if not isinstance(value, (*PLAIN, Tensor)) and id(value) not in self.known:
+        if not isinstance(value, PLAIN) and id(value) not in self.known:
             self.name(value)
             self.stack.append((value, label))
 
@@ -213,8 +233,6 @@ class _Walk:
             return
         if isinstance(value, types.FunctionType):
             self.function(value, label)
-        elif isinstance(value, ContextVar):
-            self.entries[f"{self.name(value)}.get(None)"] = label, False
         elif isinstance(value, (type, types.ModuleType)):
             self.members(value)
         elif isinstance(value, (tuple, frozenset, *CONTAINERS)):
@@ -222,12 +240,38 @@ class _Walk:
                 self.keep(value, label)
             for part in dict.values(value) if isinstance(value, dict) else value:
                 self.visit(part, label)
-        else:
+        elif not self.state(value, label):
             self.thing(value, label)
+
+    def state(self, value: Any, label: str) -> bool:
+        """Add what a value holds without attributes; tell whether it does."""
+        library = _library(type(value).__module__)
+        if isinstance(value, ContextVar):
+            self.entries[f"{self.name(value)}.get(None)"] = label, False
+        elif isinstance(value, weakref.ref):
+            self.entries[f"{self.name(value)}()"] = label, False
+            self.visit(value(), label)
+        elif isinstance(value, VIEWS) and library:
+            for part in gc.get_referents(value):
+                self.visit(part, label)
+        elif isinstance(value, Tensor):  # a trace refuses all reads of its numbers but this one
+            numbers = "{0}._version" if "tolist" in self.reads.names else "None"
+            entry = f"({numbers}, {{0}}.shape, {{0}}.dtype, {{0}}.requires_grad)"
+            self.entries[entry.format(self.name(value))] = label, True
+        elif size := _bytes(value):
+            if size > 8 * MOST:
+                raise UntraceableUnit(f"its Python reads {label}, which holds {size} bytes: pass what it needs of it")
+            self.entries[f"memoryview({self.name(value)}).tobytes()"] = label, True
+        elif library and isinstance(value, Iterator) and type(value) is not weakref.ProxyType:
+            raise UntraceableUnit(f"its Python reads {label}, an iterator, which cannot be watched: pass what it gives")
+        else:
+            return False
+        return True
 
     def function(self, value: types.FunctionType, label: str) -> None:
         if value.__code__ not in self.reads.codes:
             return
+        self.read(value, "__code__", f"the code of {value.__name__}")  # reloaders of notebooks replace it
         for name, cell in zip(value.__code__.co_freevars, value.__closure__ or (), strict=True):
             try:
                 held = cell.cell_contents
@@ -247,17 +291,21 @@ class _Walk:
             if _library(kind.__module__ if isinstance(kind, type) else kind.__name__):
                 continue
             space = self.spaces.setdefault(kind, vars(kind))
-            for attribute in missing & space.keys():
+            for attribute in missing & space.keys() | {name for name in space if self.ran(space[name])}:
                 self.item(space, attribute, f"{kind.__name__}.{attribute}")
             missing -= space.keys()
 
+    def ran(self, method: Any) -> bool:
+        """Tell whether the trace has called a method: those of Python's protocols have no names in code."""
+        return isinstance(method, types.FunctionType) and method.__code__ in self.reads.codes
+
     def thing(self, value: Any, label: str) -> None:
-        kind = type(value)
-        if _library(kind.__module__) and kind.__module__ not in HOLDERS and not isinstance(value, nn.Module):
+        kind, library = type(value), _library(type(value).__module__) and not isinstance(value, nn.Module)
+        if library and kind.__module__ not in HOLDERS:
             return
         table = getattr(value, "__dict__", None)
         if isinstance(table, dict):
-            for name in self.reads.names & table.keys():
+            for name in list(table) if library else self.reads.attributes(table):
                 self.item(table, name, f"{label}.{name}")
         for base in kind.__mro__:
             slots = vars(base).get("__slots__", ())
@@ -268,6 +316,14 @@ class _Walk:
             for name in value._modules:
                 self.item(value._modules, name, f"{label}.{name}")
         self.visit(kind, kind.__name__)
+
+
+def _bytes(value: Any) -> int:
+    """The size of an array; zero for all else."""
+    try:
+        return memoryview(value).nbytes
+    except (TypeError, ValueError, BufferError):
+        return 0
 
 
 def _module(space: Mapping[str, Any]) -> str:

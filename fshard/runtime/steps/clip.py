@@ -5,14 +5,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from fshard.arguments import described
 from fshard.errors import PlanError, lines
 from fshard.optim import checks
 from fshard.patterns import meant_by
-from fshard.runtime.comm import Communicator, exchange
 from fshard.runtime.execution import Gradients
 from fshard.runtime.memory.gradients import norms_of, share_of
 from fshard.runtime.steps.readings import RuleNorms
@@ -124,15 +122,3 @@ def norms_by_rule(rules: int, plan: Plan, grads: Gradients) -> list[RuleNorms]:
             for cut, norm in zip(slices, norms_of(grads.slices(group)), strict=True):
                 found[cut.limit].append((share, norm))
     return [*found]
-
-
-def skipped(comm: Communicator, skip: Any, metrics: Any) -> tuple[list[int], BaseException | None]:
-    """Return what each rank's predicate says of this step: 0 to make it, 1 to skip it, 2 if it raised. Collective."""
-    mine, failure = 0, None
-    try:
-        mine = int(bool(skip(metrics)))
-    except Exception as error:
-        mine, failure = 2, error
-    if comm.size == 1:
-        return [mine], failure
-    return [int(row[0]) for row in exchange(comm, torch.tensor([mine], device="cpu"))], failure

@@ -5,15 +5,16 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from fshard.errors import LossError, NonFiniteError, lines
 from fshard.optim.around import CARRIED
 from fshard.optim.contract import Contract
 from fshard.optim.scaling import LossScale, Scale
-from fshard.runtime.comm import Communicator
+from fshard.runtime.comm import Communicator, exchange
 from fshard.runtime.execution import Gradients, Shard
-from fshard.runtime.steps.clip import Clip, divisor, norms_by_rule, skipped
+from fshard.runtime.steps.clip import Clip, divisor, norms_by_rule
 from fshard.runtime.steps.consensus import FAILED, OK, Verdict
 from fshard.runtime.steps.failures import raise_failure
 from fshard.runtime.steps.norm_sets import NormSets
@@ -230,9 +231,27 @@ class SkipRule:
         now = self.scale(scale)
         return scale if self.loss_scale is None or now is None else self.loss_scale.after(now, finite=not overflow)
 
-    def told(self) -> list[str]:
-        """A line about the updates skipped before one that is an error; none where there were none."""
-        return [f"{self.count} before it were not finite, and were skipped: skip_limit={self.limit}"] * bool(self.count)
+    def not_finite(self, verdict: Verdict, step: int, place: Sequence[str], early: bool = False) -> NonFiniteError:
+        """The error of a gradient, or a loss, that is not finite.
+
+        Args:
+            verdict: of the step.
+            step: the number of steps before it.
+            place: the leaves that it is found in.
+            early: whether the gradient was applied in the backward.
+        """
+        after = "parameters were updated with it" if early else "nothing was updated and the state can be used again"
+        losses = [f"rank {rank}: its own loss is {row[1]}" for rank, row in enumerate(verdict.told) if len(row) > 1]
+        bad = [line for line, row in zip(losses, verdict.told, strict=False) if not math.isfinite(row[1])]
+        before = f"{self.count} before it were not finite, and were skipped: skip_limit={self.limit}"
+        found = [f"step {step + 1}", *[before] * bool(self.count), *place, *(bad if len(losses) > 1 else ())]
+        return NonFiniteError(
+            lines(
+                f"the gradient norm is {verdict.norm} and the loss {verdict.loss}: {after}.",
+                found,
+                "Look for inf or nan in the batch, for a count of 0 or an empty batch, or lower the learning rate",
+            )
+        )
 
 
 def skip_rule(options: UpdateOptions) -> SkipRule:
@@ -255,29 +274,14 @@ def skipped_by(skip: Callable[[Any], bool] | None, metrics: Any, comm: Communica
     """
     if skip is None:
         return False
-    said, failure = skipped(comm, skip, metrics)
+    mine, failure = 0, None
+    try:
+        mine = int(bool(skip(metrics)))
+    except Exception as error:
+        mine, failure = 2, error
+    said = [mine] if comm.size == 1 else exchange(comm, torch.tensor([mine], device="cpu")).flatten().tolist()
     if 2 in said:
         raise_failure(comm, failure, [FAILED if what == 2 else OK for what in said])
     if len(set(said)) > 1:
         raise unlike_skips(said)
     return bool(said[0])
-
-
-def not_finite(verdict: Verdict, early: bool, where: Sequence[str] = ()) -> NonFiniteError:
-    """A gradient, or a loss, that is not finite.
-
-    Args:
-        verdict: of the step.
-        early: whether the gradient was applied in the backward.
-        where: the step, and the leaves that it is found in.
-    """
-    after = "parameters were updated with it" if early else "nothing was updated and the state can be used again"
-    losses = [f"rank {rank}: its own loss is {row[1]}" for rank, row in enumerate(verdict.told) if len(row) > 1]
-    bad = [line for line, row in zip(losses, verdict.told, strict=False) if not math.isfinite(row[1])]
-    return NonFiniteError(
-        lines(
-            f"the gradient norm is {verdict.norm} and the loss {verdict.loss}: {after}.",
-            [*where, *(bad if len(losses) > 1 else ())],
-            "Look for inf or nan in the batch, for a count of 0 or an empty batch, or lower the learning rate",
-        )
-    )

@@ -119,14 +119,12 @@ class Outcome:
         verdict: what all ranks learned.
         measured: what this rank's program came to.
         end: how it ended.
-        uneven: how the sizes of batches differ between ranks, if they do.
         divided: what gradients were divided by.
     """
 
     verdict: Verdict
     measured: PassResult
     end: End
-    uneven: Sequence[str]
     divided: float
 
 

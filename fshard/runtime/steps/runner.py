@@ -323,11 +323,11 @@ class Runner:
 
         met = self._meetings.consensus(ran.agreed.ready.executor, ran.end, lambda: self._tally(ran), columns)
         if not met.whole:
-            return Outcome(status_alone(met.row.status), ran.measured, met.end, ran.agreed.uneven, 1.0)
+            return Outcome(status_alone(met.row.status), ran.measured, met.end, 1.0)
         verdict = verdict_of(comms.control, met.row, met.mine or Tally(), self.parts, copies, divided)
         if verdict.unlike and ran.agreed.uneven and verdict.worst == OK:
             raise uneven_rows(ran.agreed.uneven, verdict.unlike)
-        return Outcome(verdict, ran.measured, met.end, ran.agreed.uneven, divided)
+        return Outcome(verdict, ran.measured, met.end, divided)
 
     def _tally(self, ran: ProgramRun) -> Tally:
         """Read what this rank's program came to."""
