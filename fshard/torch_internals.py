@@ -45,6 +45,7 @@ disable_current_modes = _python_dispatch._disable_current_modes
 dispatch_mode_stack: Callable[[], list[Any]] = _python_dispatch._get_current_dispatch_mode_stack
 function_mode_stack: Callable[[], list[Any]] = overrides._get_current_function_mode_stack
 tracing_state = torch._C._get_tracing_state
+dispatch_keys: Callable[[torch.Tensor], Any] = torch._C._dispatch_key_set
 cudnn_deterministic = torch._C._get_cudnn_deterministic
 cudnn_benchmark = torch._C._get_cudnn_benchmark
 

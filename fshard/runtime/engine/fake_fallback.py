@@ -17,6 +17,7 @@ from torch import Tensor
 from fshard import tree
 from fshard.arguments import kind
 from fshard.errors import ShardError
+from fshard.runtime.engine.fake_results import described
 from fshard.torch_internals import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -51,17 +52,30 @@ def needs_values(error: Exception) -> bool:
 
 
 class KernelFakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
-    """A fake mode in which an error of an operator counts only if its kernel raises one, too."""
+    """A fake mode in which an error of an operator counts only if its kernel raises one, too.
+
+    It makes results again that it has seen the like of, in any trace of the process.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.remembers, self.cache_enabled = self.cache_enabled and not self.cache_crosscheck_enabled, False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run the operator."""
+        """Run the operator, or return what it has returned for arguments like these."""
+        kwargs = kwargs or {}
+        run = functools.partial(self._run, func, types, args, kwargs)
+        call = described(self, func, args, kwargs) if self.remembers else None
+        return run() if call is None else call.answer(self, args, kwargs, run)
+
+    def _run(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         try:
             return super().__torch_dispatch__(func, types, args, kwargs)
         except VALUES_NEEDED:
             raise
         except RuntimeError:
             # Only torch's own: they change nothing but their arguments, which here are made for the purpose.
-            found = _on_zeros(func, args, kwargs or {}) if getattr(func, "namespace", "") == "aten" else None
+            found = _on_zeros(func, args, kwargs) if getattr(func, "namespace", "") == "aten" else None
             if found is None:
                 raise
             return tree.mapped(lambda x: self.from_tensor(x) if isinstance(x, Tensor) else x, found[0])

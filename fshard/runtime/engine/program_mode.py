@@ -7,7 +7,7 @@ from fshard.runtime.engine.fake_fallback import KernelFakeMode
 from fshard.sharding.mesh import Axes, Mesh
 
 
-class ProgramMode(KernelFakeMode):
+class ProgramMode(KernelFakeMode):  # type: ignore[no-untyped-call]
     """Makes tensors without data.
 
     A collective of such tensors moves nothing, and tells the mode of its tensor which communicator it would need. So a
@@ -15,7 +15,7 @@ class ProgramMode(KernelFakeMode):
     """
 
     def __init__(self) -> None:
-        super().__init__(allow_non_fake_inputs=True)  # type: ignore[no-untyped-call]
+        super().__init__(allow_non_fake_inputs=True)
         self._mesh: Mesh | None = None
         self._axes: dict[Axes, None] = {}
 
