@@ -158,12 +158,14 @@ def beside_opacus(mesh: fs.Mesh, args: argparse.Namespace, x: Tensor) -> dict[st
     """Processor time of clipped sums in one process, in turns, when both have found the same."""
     ours = Sharded(mesh, args.depth, args.width, False)
     peer = opacus_sums.Opacus(module(args.depth, args.width), CLIP)
-    found, want = dict(tree.paths(fs.unshard(ours.clipped(x)[0], ours.plan))), peer.clipped(x)
-    for path, g in want.items():
-        torch.testing.assert_close(found[path], g, rtol=TOLERANCE, atol=TOLERANCE * g.abs().max().item())
-    times: dict[str, list[float]] = {"clipped": [], "opacus": []}
+    want, calls = peer.clipped(x), {"": ours.clipped, " fx": partial(ours.clipped, how="fx"), "opacus": peer.clipped}
+    for how in ("", " fx"):
+        found = dict(tree.paths(fs.unshard(calls[how](x)[0], ours.plan)))
+        for path, g in want.items():
+            torch.testing.assert_close(found[path], g, rtol=TOLERANCE, atol=TOLERANCE * g.abs().max().item())
+    times: dict[str, list[float]] = {name: [] for name in calls}
     for _ in range(args.rounds):
-        for name, call in (("clipped", ours.clipped), ("opacus", peer.clipped)):
+        for name, call in calls.items():
             begin = time.process_time()
             call(x)
             times[name].append(time.process_time() - begin)
@@ -307,7 +309,10 @@ def measure(args: argparse.Namespace) -> int:
     alone, together = found[2]["gathers"]
     report.rows.append(Row(f"2 ranks: {SAMPLES} samples of the trace / one", "gathers", together / alone))
     if opacus := found[1].get("opacus"):
-        report.rows.append(ratio("1 rank: clipped / Opacus", "cpu", opacus["clipped"], opacus["opacus"], target=1.0))
+        for how in ("", " fx"):
+            report.rows.append(
+                ratio(f"1 rank: clipped{how} / Opacus", "cpu", opacus[how], opacus["opacus"], target=1.0)
+            )
     else:
         report.notes.append("no Opacus: pip install 'fshard[bench-opacus]'")
     slow_links(report, {**options, "rounds": rounds})
