@@ -14,7 +14,6 @@ from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Any
 
-from fshard.checkpoint.ranges import Block, filled
 from fshard.checkpoint.tensorfile import DTYPES, NAMES, TensorMeta, is_count, is_shape
 from fshard.errors import MOST, CheckpointError
 from fshard.reading.files import damaged
@@ -304,17 +303,37 @@ def inconsistent(manifest: Manifest) -> Iterable[str]:
 
 
 def _uncovered(name: str, info: TensorInfo) -> Iterable[str]:
-    """Say whether extents do not hold each element of a tensor once: they are ranges of boxes, which fill it."""
-    ranges: dict[str, list[Piece]] = {}  # by text, whose hash is random: chosen tuples of ints can all collide
+    """Say where the extents of a tensor do not hold each of its elements exactly once."""
+    where, shape = f"tensors[{name[:200]!r}]", info.shape
+    boxes: dict[str, list[Piece]] = {}  # by text, whose hash is random: chosen tuples of ints can all collide
     for extent in info.extents:
-        ranges.setdefault(f"{extent.piece.offset} {extent.piece.shape}", []).append(extent.piece)
-    boxes = [Block(pieces[0].offset, pieces[0].shape, 0) for pieces in ranges.values()]
-    whole = all(len(box.shape) == len(info.shape) for box in boxes) and filled(info.shape, boxes)
-    for box, pieces in zip(boxes, ranges.values(), strict=True):
-        whole = whole and filled((box.numel,), [Block((piece.start,), (piece.numel,), 0) for piece in pieces])
-    if not whole:
-        elements = f"each of its {math.prod(info.shape)} elements once"
-        yield f"tensors[{name[:200]!r}]: its {len(info.extents)} extents do not hold {elements}"
+        boxes.setdefault(str(extent.piece.offset), []).append(extent.piece)
+    sizes = list({str(extent.piece.shape): extent.piece.shape for extent in info.extents}.values())
+    if not info.extents:
+        if math.prod(shape):
+            yield f"{where}: no extents for its {math.prod(shape)} elements"
+        return
+    box = sizes[0]
+    if len(sizes) > 1 or len(box) != len(shape) or any(b == 0 or n % b for n, b in zip(shape, box, strict=True)):
+        yield f"{where}: boxes {sorted(sizes)[:3]} do not divide its shape {list(shape)} evenly"
+        return
+    for pieces in boxes.values():
+        offset = pieces[0].offset
+        if any(o % b or o + b > n for o, b, n in zip(offset, box, shape, strict=True)):
+            yield f"{where}: a box of shape {list(box)} at {list(offset)} is not one of the boxes of {list(shape)}"
+        at = 0
+        for piece in sorted(pieces, key=lambda piece: piece.start):
+            if piece.start != at or piece.stop <= at:
+                kind = "claimed twice" if piece.start < at else "missing"
+                yield f"{where}: elements {min(at, piece.start)} to {max(at, piece.start)} of the box at " + (
+                    f"{list(offset)} are {kind}"
+                )
+            at = max(at, piece.stop)
+        if at != math.prod(box):
+            yield f"{where}: extents end at element {at} of the {math.prod(box)} of the box at {list(offset)}"
+    count = math.prod(n // b for n, b in zip(shape, box, strict=True))
+    if len(boxes) != count:
+        yield f"{where}: {len(boxes)} of its {count} boxes are there"
 
 
 def foreign(path: str, what: str) -> CheckpointError:

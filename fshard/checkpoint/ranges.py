@@ -7,8 +7,7 @@ reshard by intersecting boxes; flat shards, which they do not have, need ranges 
 """
 
 import math
-import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from torch import Tensor
@@ -18,8 +17,6 @@ from fshard.sharding.spec import Shape
 
 Box = tuple[Shape, Shape]
 """The low and the high corner of a box."""
-
-PRIME = (1 << 61) - 1
 
 
 @dataclass(frozen=True, eq=False)
@@ -138,29 +135,3 @@ def copy_shared(target: Tensor, to: Piece, source: Tensor, of: Piece) -> None:
     """Copy the elements that two pieces share from ``source``, the piece ``of``, to ``target``, the piece ``to``."""
     for mine, theirs, box in shared(to, of):
         mine.within(target, *box).copy_(theirs.within(source, *box))
-
-
-def filled(shape: Shape, parts: Sequence[Block]) -> bool:
-    """Tell whether blocks inside of a tensor hold each of its elements once; linear in their number.
-
-    Boxes fill a box if and only if the polynomials ``sum over boxes, product over dims, x[dim, begin] - x[dim, end]``
-    of both are equal. They are compared at a random point modulo a prime, which the author of the boxes cannot know:
-    different polynomials are equal there with a probability below 2**-54 (Schwartz and Zippel).
-    """
-    draw = random.SystemRandom()
-    at: list[dict[int, int]] = [{} for _ in shape]
-
-    def value(offset: Shape, sizes: Shape) -> int:
-        out = 1
-        for known, begin, size in zip(at, offset, sizes, strict=True):
-            for n in (begin, begin + size):
-                if n not in known:
-                    known[n] = draw.randrange(PRIME)
-            out = out * (known[begin] - known[begin + size]) % PRIME
-        return out
-
-    held = [part for part in parts if part.numel]
-    if 0 in shape or not held:
-        return 0 in shape and not held
-    total = sum(value(part.offset, part.shape) for part in held)
-    return total % PRIME == value((0,) * len(shape), shape)

@@ -6,7 +6,8 @@ beside it before any of them is read.
 """
 
 import functools
-from collections.abc import Callable, Iterable
+import random
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,7 +15,7 @@ from typing import Any
 
 import torch
 
-from fshard.checkpoint.ranges import PRIME, Block, filled
+from fshard.checkpoint.ranges import Block
 from fshard.checkpoint.tensorfile import DIMS, TensorMeta, is_count, is_shape
 from fshard.errors import MOST, CheckpointError, DamagedError, lines
 from fshard.interchange.archive import DTYPES
@@ -45,6 +46,8 @@ NAMES = {
 }
 KNOWN = frozenset(GlobalName(module, name) for module, names in NAMES.items() for name in names.split())
 """The names that metadata may contain."""
+
+PRIME = (1 << 61) - 1
 
 HINT = "give the folder that dcp.save wrote to, whose file .metadata comes last"
 
@@ -227,6 +230,32 @@ def _chunk(name: str, shape: Shape, row: Any, places: dict[str, FileRange]) -> C
     if where is None:
         raise ValueError(f"{name}: the chunk at {list(offset)} lies nowhere")
     return Chunk(Block(offset, sizes, 0), where)
+
+
+def filled(shape: Shape, parts: Sequence[Block]) -> bool:
+    """Tell whether blocks inside of a tensor hold each of its elements once; linear in their number.
+
+    Boxes fill a box if and only if the polynomials ``sum over boxes, product over dims, x[dim, begin] - x[dim, end]``
+    of both are equal. They are compared at a random point modulo a prime, which the author of the boxes cannot know:
+    different polynomials are equal there with a probability below 2**-54 (Schwartz and Zippel).
+    """
+    draw = random.SystemRandom()
+    at: list[dict[int, int]] = [{} for _ in shape]
+
+    def value(offset: Shape, sizes: Shape) -> int:
+        out = 1
+        for known, begin, size in zip(at, offset, sizes, strict=True):
+            for n in (begin, begin + size):
+                if n not in known:
+                    known[n] = draw.randrange(PRIME)
+            out = out * (known[begin] - known[begin + size]) % PRIME
+        return out
+
+    held = [part for part in parts if part.numel]
+    if 0 in shape or not held:
+        return 0 in shape and not held
+    total = sum(value(part.offset, part.shape) for part in held)
+    return total % PRIME == value((0,) * len(shape), shape)
 
 
 def _shape(value: Any) -> Shape | None:

@@ -143,6 +143,12 @@ def shared_bytes(body: dict[str, Any]) -> None:
     extents(body, "params.a.b")[0][1] = extents(body)[0][1]
 
 
+def backwards(body: dict[str, Any]) -> None:
+    """Extents of which one ends before it begins, so that signed counts of their elements come out right."""
+    (whole,) = extents(body)
+    extents(body)[:] = [[*whole[:4], *bounds] for bounds in ((0, 200), (200, 100), (100, 320))]
+
+
 def twice(body: dict[str, Any]) -> None:
     """Elements that two extents claim, elsewhere in the file."""
     first = extents(body)[0]
@@ -164,16 +170,17 @@ EDITS: dict[str, tuple[Change, str]] = {
     "unaligned": (put(1281, "tensors", "params.c", "extents", 0, 1), "bytes 1281 to 1285"),
     "negative": (put(-4, "tensors", "params.c", "extents", 0, 1), r"extents\[0\]: not \[file"),
     "shared bytes": (shared_bytes, f"both claim byte .* of {NAME}"),
-    "shared elements": (twice, "2 extents do not hold each of its 320 elements once"),
-    "missing elements": (put(319, "tensors", "params.a.w", "extents", 0, 5), "1 extents do not hold each of its 320"),
-    "huge shape": (shape_of([1 << 30, 1 << 30]), "each of its 1152921504606846976 elements"),
+    "an extent that ends before it begins": (backwards, "elements 100 to 200 of the box .* claimed twice"),
+    "shared elements": (twice, "elements 60 to 100 of the box .* claimed twice"),
+    "missing elements": (put(319, "tensors", "params.a.w", "extents", 0, 5), "end at element 319 of the 320"),
+    "huge shape": (shape_of([1 << 30, 1 << 30]), "element 320 of the 1152921504606846976"),
     "huger shape": (shape_of([1 << 40, 1 << 40]), "shape"),
     "many dims": (shape_of([1] * 70 + [320]), "shape"),
-    "boxes": (put([40, 7], "tensors", "params.a.w", "extents", 0, 3), "1 extents do not hold"),
-    "between boxes": (put([1, 0], "tensors", "params.a.w", "extents", 0, 2), "1 extents do not hold"),
-    "half of the boxes": (half, "1 extents do not hold"),
+    "boxes": (put([40, 7], "tensors", "params.a.w", "extents", 0, 3), "do not divide"),
+    "between boxes": (put([1, 0], "tensors", "params.a.w", "extents", 0, 2), r"at \[1, 0\] is not one of the boxes"),
+    "half of the boxes": (half, "1 of its 2 boxes are there"),
     "no dtype": (put("object", "tensors", "params.a.w", "dtype"), "dtype 'object', which is none of"),
-    "no extents": (put([], "tensors", "params.a.w", "extents"), "0 extents do not hold each of its 320 elements"),
+    "no extents": (put([], "tensors", "params.a.w", "extents"), "no extents for its 320 elements"),
     "huge file": (put(1 << 50, "files", NAME, "size"), "1125899906842624 bytes need 1073741824 SHA-256"),
     "tiny chunks": (put(1, "files", NAME, "chunk"), "in chunks of 1"),
     "other hash": (put("0" * 64, "files", NAME, "chunks", 0), "its SHA-256 is not that of its chunks"),

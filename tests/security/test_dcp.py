@@ -16,9 +16,9 @@ import torch
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
 import fshard as fs
-from fshard.checkpoint.ranges import Block, filled
+from fshard.checkpoint.ranges import Block
 from fshard.errors import DamagedError
-from fshard.interchange.metadata import read_metadata
+from fshard.interchange.metadata import filled, read_metadata
 from fshard.interchange.pickles import CallRecord, GlobalName, read_pickle
 from fshard.interchange.source import read_box
 from fshard.reading.files import folder_at, plain_file
